@@ -38,17 +38,22 @@ def cast(
     e5m2 = gradient and recipe == "tensorwise"
     maxima = tensors[0].new_empty(0, dtype=torch.float32)
     if recipe == "tensorwise":
-        maxima = torch.stack([x.abs().amax(-1).amax() for x in source_values(source, tensors)]).float()
+        values = source_values(source, tensors)
+        maxima = torch.stack([x.abs().amax(-1).amax() for x in values]).float()
     elif recipe == "rowwise":
         maxima = line_maxima(source, tensors)
     found = to_float8(source, recipe, tensors, maxima, e5m2, rows, columns)
     outputs = []
     for i in range(max(len(found[0]), len(found[2]))):
-        parts = [part[i] if i < len(part) else part for part in found]
-        for layout in (0, 2):
-            parts[layout] = parts[layout].view(torch.float8_e5m2 if e5m2 and i < 2 else torch.float8_e4m3fn)
-        outputs.append(Cast(*parts))
+        own = Cast(*(part[i] if i < len(part) else part for part in found))
+        dtype = _output_dtype(i, e5m2)
+        outputs.append(own._replace(rows=own.rows.view(dtype), columns=own.columns.view(dtype)))
     return outputs
+
+
+def _output_dtype(output: int, e5m2: bool) -> torch.dtype:
+    """Of "gate_grad" the third output is no gradient."""
+    return torch.float8_e5m2 if e5m2 and output < 2 else torch.float8_e4m3fn
 
 
 def multiply(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
@@ -65,7 +70,9 @@ def multiply(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype, fast:
     rows = a[0].shape[0]
     a_values, a_scales = _rows_in_fours(*a)
     product = torch._scaled_mm(a_values, values.t(), a_scales, scales, out_dtype=dtype, use_fast_accum=fast)
-    return product if a_values is a[0] else product[:rows]
+    if a_values is a[0]:
+        return product
+    return product[:rows]
 
 
 def _rows_in_fours(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,7 +96,8 @@ def line_maxima(source: str, tensors: list[Tensor]) -> Tensor:
 
 @line_maxima.register_fake
 def empty_maxima(source: str, tensors: list[Tensor]) -> Tensor:
-    return tensors[0].new_empty(3 if source == "gate_grad" else 1, sum(tensors[0].shape), dtype=torch.float32)
+    outputs = 3 if source == "gate_grad" else 1
+    return tensors[0].new_empty(outputs, sum(tensors[0].shape), dtype=torch.float32)
 
 
 @torch.library.custom_op("titanite::to_float8", mutates_args=(), device_types="cpu")
@@ -97,13 +105,18 @@ def to_float8(
     source: str, recipe: str, tensors: list[Tensor], maxima: Tensor, e5m2: bool, rows: bool, columns: bool
 ) -> list[Tensor]:
     """rows [outputs, M, N] as bytes, their scales, columns [outputs, N, M], theirs; none of what is not asked for."""
-    found, (M, N) = empty(source, recipe, tensors, maxima, e5m2, rows, columns), tensors[0].shape
-    for i, output in enumerate(source_values(source, tensors)):
-        dtype, own = torch.float8_e5m2 if e5m2 and i < 2 else torch.float8_e4m3fn, maxima[i : i + 1].flatten()
-        for values, lines, (data, scales) in ((output, own[:M], found[:2]), (output.t(), own[-N:], found[2:])):
-            if i < len(data):
-                cast, scales[i] = _quantize(recipe, values.float(), lines, dtype)
-                data[i] = cast.view(torch.uint8)
+    found = empty(source, recipe, tensors, maxima, e5m2, rows, columns)
+    row_data, row_scales, column_data, column_scales = found
+    M, N = tensors[0].shape
+    for i, values in enumerate(source_values(source, tensors)):
+        dtype = _output_dtype(i, e5m2)
+        own_maxima = maxima[i : i + 1].flatten()
+        if i < len(row_data):
+            quantized, row_scales[i] = _quantize(recipe, values, own_maxima[:M], dtype)
+            row_data[i] = quantized.view(torch.uint8)
+        if i < len(column_data):
+            quantized, column_scales[i] = _quantize(recipe, values.t(), own_maxima[-N:], dtype)
+            column_data[i] = quantized.view(torch.uint8)
     return found
 
 
@@ -112,15 +125,22 @@ def empty(
     source: str, recipe: str, tensors: list[Tensor], maxima: Tensor, e5m2: bool, rows: bool, columns: bool
 ) -> list[Tensor]:
     """What `to_float8` returns, unfilled."""
-    M, N = tensors[0].shape
-    found = []
-    for wanted, outputs, m, n in ((rows, 2, M, N), (columns, 3, N, M)):
-        outputs, blocks = (outputs if source == "gate_grad" else 1) * wanted, -(-n // BLOCK)
-        shape = {"tensorwise": (), "rowwise": (m, 1), "blockwise": (blocks, m), "squares": (-(-m // BLOCK), blocks)}
-        scales = tensors[0].new_empty(outputs, *shape[recipe], dtype=torch.float32)
-        found.append(tensors[0].new_empty(outputs, m, n, dtype=torch.uint8))
-        found.append(scales.mT if recipe == "blockwise" else scales)
-    return found
+    x = tensors[0]
+    M, N = x.shape
+    is_gate_grad = source == "gate_grad"
+    row_outputs = (2 if is_gate_grad else 1) if rows else 0
+    column_outputs = (3 if is_gate_grad else 1) if columns else 0
+    return [*_empty_layout(recipe, x, row_outputs, M, N), *_empty_layout(recipe, x, column_outputs, N, M)]
+
+
+def _empty_layout(recipe: str, x: Tensor, outputs: int, m: int, n: int) -> tuple[Tensor, Tensor]:
+    """Bytes [outputs, m, n] and their scales, on the device of x."""
+    blocks = -(-n // BLOCK)
+    shapes = {"tensorwise": (), "rowwise": (m, 1), "blockwise": (blocks, m), "squares": (-(-m // BLOCK), blocks)}
+    scales = x.new_empty(outputs, *shapes[recipe], dtype=torch.float32)
+    if recipe == "blockwise":
+        scales = scales.mT
+    return x.new_empty(outputs, m, n, dtype=torch.uint8), scales
 
 
 def source_values(source: str, tensors: list[Tensor]) -> list[Tensor]:
@@ -132,23 +152,30 @@ def source_values(source: str, tensors: list[Tensor]) -> list[Tensor]:
     elif source == "gate":
         values = [F.silu(a) * others[0]]
     elif source == "gate_grad":
-        (u, grad), sigmoid = others, a.sigmoid()
+        u, grad = others
+        sigmoid = a.sigmoid()
         values = [grad * u * sigmoid * (1 + a * (1 - sigmoid)), grad * a * sigmoid, a * sigmoid * u]
     return [value.to(tensors[0].dtype) for value in values]
 
 
 def _quantize(recipe: str, values: Tensor, maxima: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Values [M, N] in float8, and what to multiply them by; torchao's arithmetic, in float64."""
+    values = values.float()
     largest = torch.finfo(dtype).max
     if recipe == "squares":
         maxima = values.abs().unflatten(0, (-1, BLOCK)).unflatten(-1, (-1, BLOCK)).amax((1, 3))
     elif recipe == "blockwise":
         maxima = values.abs().unflatten(-1, (-1, BLOCK)).amax(-1)
+    elif recipe == "rowwise":
+        maxima = maxima[:, None]
     else:
-        maxima = maxima[:, None] if recipe == "rowwise" else maxima[0]
+        maxima = maxima[0]
     scale = (largest / maxima.double().clamp(min=1e-12)).float()
     if recipe != "tensorwise":  # down to a power of two
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-    spread = scale.repeat_interleave(BLOCK, 1) if recipe in ("blockwise", "squares") else scale
-    spread = spread.repeat_interleave(BLOCK, 0) if recipe == "squares" else spread
+    spread = scale
+    if recipe in ("blockwise", "squares"):
+        spread = spread.repeat_interleave(BLOCK, 1)
+    if recipe == "squares":
+        spread = spread.repeat_interleave(BLOCK, 0)
     return (values * spread).clamp(-largest, largest).to(dtype), 1 / scale

@@ -14,6 +14,7 @@ from torch import nn
 
 import config as settings
 from config import Config, ConfigError, close_match
+from float8.casts import BLOCK
 from float8.cpu import replace_matmul
 from parallel.originals import check_forward, check_original
 
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 # Digests of the model's linear and output layers that float8 layers compute, see parallel/originals.py.
 LINEAR = ("288dc45ee651", "f9c13d2b755c")
 LOGITS = "fda68fd1d73c"
-BLOCK = 128  # values that share a scale of recipe `blockwise`
 # What 4 scales of 128 x 128 cover. cuBLASLt reads a weight's scales in columns of a multiple of 4 along what a matmul
 # sums, and is silently wrong where there are fewer ("Scaling factors layouts" in its documentation;
 # github.com/pytorch/pytorch/pull/166752). A forward sums in_features and a gradient of inputs sums out_features. The
@@ -39,42 +39,63 @@ def gathers_float8(float8: settings.Float8) -> bool:
 
 def check_float8(config: Config, here: bool = True) -> None:
     """Raises ConfigError for settings that contradict each other and, for a run `here`, a device without float8."""
-    float8, training = config.float8, config.training
+    float8 = config.float8
     if not float8.enable:
         return
-    if gathers_float8(float8) and config.parallelism.reshard_group_size:
-        asked = f"parallelism.reshard_group_size = {config.parallelism.reshard_group_size}"
-        advice = 'set float8.fsdp_all_gather = "off"'
-        raise ConfigError(f"{asked}: FSDP2 gathers no float8 weights from such groups; {advice}")
-    blocks = float8.recipe == "blockwise"
-    asked = f'float8.recipe = "{float8.recipe}"' if blocks else f'float8.kernels = "{float8.kernels}"'
-    for refused, other in (
-        (own_kernels(float8) and float8.emulate, "emulate = true"),
-        (own_kernels(float8) and float8.recipe == "rowwise_with_gw_hp", f'recipe = "{float8.recipe}"'),
-        (blocks and float8.fast_accumulation == "all", 'fast_accumulation = "all"'),
-    ):
-        if refused:
-            raise ConfigError(f"{asked}: cannot be used with float8.{other}")
+    group = config.parallelism.reshard_group_size
+    if group and gathers_float8(float8):
+        raise ConfigError(
+            f"parallelism.reshard_group_size = {group}: FSDP2 gathers no float8 weights from such groups; "
+            'set float8.fsdp_all_gather = "off"'
+        )
+    _check_recipe(float8)
     if float8.emulate:
         return
-    parallelism = config.parallelism
+    _check_tokens(config)
+    # CPUs need no check: they compute float8 matmuls for real, if not fast.
+    if here and torch.cuda.is_available():
+        _check_gpu(float8)
+
+
+def _check_recipe(float8: settings.Float8) -> None:
+    asked = f'float8.kernels = "{float8.kernels}"'
+    if float8.recipe == "blockwise":
+        asked = 'float8.recipe = "blockwise"'
+        if float8.fast_accumulation == "all":
+            raise ConfigError(f'{asked}: cannot be used with float8.fast_accumulation = "all"')
+    if own_kernels(float8) and float8.emulate:
+        raise ConfigError(f"{asked}: cannot be used with float8.emulate = true")
+    if own_kernels(float8) and float8.recipe == "rowwise_with_gw_hp":
+        raise ConfigError(f'{asked}: cannot be used with float8.recipe = "{float8.recipe}"')
+
+
+def _check_tokens(config: Config) -> None:
+    if config.float8.recipe == "rowwise_with_gw_hp":
+        return
+    training, parallelism = config.training, config.parallelism
     sequences = training.local_batch_size if parallelism.pp == 1 else parallelism.pp_microbatch_size
     tokens = sequences * training.seq_len // parallelism.cp
-    multiple = BLOCK if blocks else 16
-    if tokens % multiple and float8.recipe != "rowwise_with_gw_hp":
-        product = f"sequences x training.seq_len / parallelism.cp = {sequences} x {training.seq_len} / {parallelism.cp}"
+    multiple = BLOCK if config.float8.recipe == "blockwise" else 16
+    if tokens % multiple:
         raise ConfigError(
-            f"float8.enable = true: {product} = {tokens} tokens must be a multiple of {multiple}, as it sums them"
+            f"float8.enable = true: sequences x training.seq_len / parallelism.cp = {sequences} x {training.seq_len} "
+            f"/ {parallelism.cp} = {tokens} tokens must be a multiple of {multiple}, as it sums them"
         )
-    # CPUs need no check: they compute float8 matmuls for real, if not fast.
-    if here and torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+
+
+def _check_gpu(float8: settings.Float8) -> None:
+    name = torch.cuda.get_device_name()
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 9):
         needed = "has no float8 matmul, as from compute capability 8.9 on; float8.emulate = true tries the numerics"
-        raise ConfigError(f"float8.enable = true: {torch.cuda.get_device_name()} {needed}")
-    if here and torch.cuda.is_available() and blocks:
-        cuda = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
-        if torch.cuda.get_device_capability() != (9, 0) or cuda < (12, 9):
-            found = f"{torch.cuda.get_device_name()} with a torch for CUDA {torch.version.cuda}"
-            raise ConfigError(f"{asked}: needs a Hopper GPU, of compute capability 9.0, and CUDA 12.9; here is {found}")
+        raise ConfigError(f"float8.enable = true: {name} {needed}")
+    version = torch.version.cuda or "0.0"
+    numbers = [int(number) for number in version.split(".")]
+    if float8.recipe == "blockwise" and (capability != (9, 0) or numbers < [12, 9]):
+        raise ConfigError(
+            'float8.recipe = "blockwise": needs a Hopper GPU, of compute capability 9.0, and CUDA 12.9; '
+            f"here is {name} with a torch for CUDA {version}"
+        )
 
 
 def convert_to_float8(
@@ -88,23 +109,30 @@ def convert_to_float8(
     replace_matmul()
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     _check_skip(list(linears), float8)
-    reasons_to_skip = {name: _reason_to_skip(linear, name, float8, tp) for name, linear in linears.items()}
-    skipped = {name: reason for name, reason in reasons_to_skip.items() if reason}
-    converted = [name for name in linears if name not in skipped]
-    ranks = tp * shards
-    uneven = [name for name in converted if gathers_float8(float8) and linears[name].out_features % ranks]
+    converted: list[str] = []
+    skipped: dict[str, str] = {}
+    uneven: list[str] = []
+    for name, linear in linears.items():
+        reason = _reason_to_skip(linear, name, float8, tp)
+        if reason:
+            skipped[name] = reason
+            continue
+        _check_edits(name, linear, float8)
+        own = float8
+        if gathers_float8(float8) and linear.out_features % (tp * shards):
+            uneven.append(f"{_kind(name)} ({linear.out_features})")
+            own = dataclasses.replace(float8, fsdp_all_gather="off")
+        model.set_submodule(name, build_linear(linear, own))
+        converted.append(name)
     if uneven:  # torchao does not pad the rank with fewer rows and loses its scale: ranks would hang
-        rows = dict.fromkeys(f"{_kind(name)} ({linears[name].out_features})" for name in uneven)
-        which = f"the rows of {', '.join(rows)} cannot be shared evenly by {ranks} ranks"
-        logger.info(f"float8: {which}: gathered as without float8")
-    elsewhere = dataclasses.replace(float8, fsdp_all_gather="off")
-    for name in converted:
-        _check_edits(name, linears[name], float8)
-        model.set_submodule(name, build_linear(linears[name], elsewhere if name in uneven else float8))
+        rows = ", ".join(dict.fromkeys(uneven))
+        logger.info(
+            f"float8: the rows of {rows} cannot be shared evenly by {tp * shards} ranks: gathered as without float8"
+        )
     if not converted:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
         hint = ""
-        if any(reason.endswith(TOO_SMALL) for reason in skipped.values()):
+        if TOO_SMALL in reasons:
             hint = '; for small layers set float8.filter = "all"'
         raise ConfigError(f"float8.enable = true: no linear layer can be converted ({reasons}){hint}")
     if own_kernels(float8):
@@ -136,15 +164,14 @@ def build_linear(linear: nn.Linear, float8: settings.Float8) -> nn.Linear:
     """A float8 layer with the weight of `linear`."""
     from float8.layers import Float8Linear, Output, OwnLinear
 
-    own = own_kernels(float8)
+    linear_config = build_linear_config(float8)
+    if own_kernels(float8):
+        layer: Any = OwnLinear.from_float(linear, linear_config)
+        layer.how = float8.recipe, float8.fast_accumulation == "all"
+        return layer
     takes_loss = "loss" in inspect.signature(type(linear).forward).parameters
     kind: Any = Output if takes_loss else Float8Linear
-    if own:
-        kind = OwnLinear
-    layer = kind.from_float(linear, build_linear_config(float8))
-    if own:
-        layer.how = float8.recipe, float8.fast_accumulation == "all"
-    return layer
+    return kind.from_float(linear, linear_config)
 
 
 def build_linear_config(float8: settings.Float8) -> Any:
@@ -175,11 +202,13 @@ def _kind(name: str) -> str:
 
 
 def _check_skip(names: Sequence[str], float8: settings.Float8) -> None:
-    named = [("skip", part) for part in float8.skip if part not in settings.Float8().skip]  # a model may lack those
-    for field, part in named + [("always", part) for part in float8.always]:
-        if not any(part in name for name in names):
-            kinds = dict.fromkeys(word for name in names for word in (_kind(name), name.split(".")[-1]))
-            hint = close_match(part, kinds) or f"; known are {', '.join(map(_kind, names[:7]))}"
+    for field in ("skip", "always"):
+        by_default = getattr(settings.Float8(), field)  # a model may lack those
+        for part in getattr(float8, field):
+            if part in by_default or any(part in name for name in names):
+                continue
+            last_words = [name.split(".")[-1] for name in names]
+            hint = close_match(part, last_words) or f"; known are {', '.join(map(_kind, names[:7]))}"
             raise ConfigError(f"float8.{field} names {part!r}, which is in the name of no linear layer{hint}")
 
 
@@ -187,10 +216,10 @@ def _reason_to_skip(linear: nn.Linear, name: str, float8: settings.Float8, tp: i
     from torchao.float8 import _auto_filter_for_recipe
 
     always = any(part in name for part in float8.always)
-    matches = [part for part in float8.skip if part in name and not always]
+    for part in float8.skip:
+        if part in name and not always:
+            return f"float8.skip names {part!r}"
     shape = f"{linear.out_features} x {linear.in_features}"
-    if matches:
-        return f"float8.skip names {matches[0]!r}"
     multiple = FOUR_BLOCKS if float8.recipe == "blockwise" else 16
     each = multiple * tp  # of both sizes, since only the model's plan knows which of them tp splits
     if linear.in_features % each or linear.out_features % each:
@@ -199,5 +228,6 @@ def _reason_to_skip(linear: nn.Linear, name: str, float8: settings.Float8, tp: i
     if float8.filter == "all" or always:
         return ""
     # torchao's thresholds, measured on H100 GPUs. For recipes without their own rowwise's are taken.
-    gains = _auto_filter_for_recipe("tensorwise" if float8.recipe == ONE_SCALE else "rowwise", filter_fqns=[])
+    measured = ONE_SCALE if float8.recipe == ONE_SCALE else "rowwise"
+    gains = _auto_filter_for_recipe(measured, filter_fqns=[])
     return "" if gains(linear, name) else f"{shape} {TOO_SMALL}"

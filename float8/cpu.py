@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from float8.casts import BLOCK
+
 
 @functools.cache  # once per process
 def replace_matmul() -> Library:
@@ -52,7 +54,7 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
     """Repeat the scales of blocks until they broadcast to `shape`."""
     for dim in range(scale.dim()):
         if 1 < scale.shape[dim] < shape[dim]:
-            scale = scale.repeat_interleave(128, dim).narrow(dim, 0, shape[dim])
+            scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, shape[dim])
     return scale
 
 

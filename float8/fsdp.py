@@ -38,7 +38,9 @@ def build_cast(dtype: torch.dtype, compile: Compile) -> Callable[[Tensor], Tenso
         scale = tensor_to_scale(weight, low)
         return to_fp8_saturated(weight * scale, low), scale
 
-    compiled = torch.compile(quantize, backend=compile.backend, dynamic=False) if compile.enable else quantize
+    compiled = quantize
+    if compile.enable:
+        compiled = torch.compile(quantize, backend=compile.backend, dynamic=False)
 
     def cast(weight: Tensor) -> Tensor:
         if not is_traceable_wrapper_subclass(weight):

@@ -13,11 +13,18 @@ from torch import Tensor
 
 from float8 import casts
 
-COPY, NORM, GATE, GATE_GRAD = (tl.constexpr(i) for i in range(4))
+COPY = tl.constexpr(0)
+NORM = tl.constexpr(1)
+GATE = tl.constexpr(2)
+GATE_GRAD = tl.constexpr(3)
 SOURCES = {"copy": COPY, "norm": NORM, "gate": GATE, "gate_grad": GATE_GRAD}
-TENSOR, ROW, BLOCK, SQUARE = (tl.constexpr(i) for i in range(4))
+TENSOR = tl.constexpr(0)
+ROW = tl.constexpr(1)
+BLOCK = tl.constexpr(2)
+SQUARE = tl.constexpr(3)
 RECIPES = {"tensorwise": TENSOR, "rowwise": ROW, "blockwise": BLOCK, "squares": SQUARE}
-E4M3_MAX, E5M2_MAX = tl.constexpr(448.0), tl.constexpr(57344.0)
+E4M3_MAX = tl.constexpr(448.0)
+E5M2_MAX = tl.constexpr(57344.0)
 SMALLEST = tl.constexpr(9.999999960041972e-13)  # 1e-12 in float32: below it torchao counts a maximum as 1e-12
 
 
@@ -50,10 +57,13 @@ def maxima_kernel(
     a_ptr, b_ptr, c_ptr, maxima_ptr, M, N, SOURCE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
     """Raise maxima [outputs, M + N], of the rows followed by the columns, by those of a tile."""
-    row0, rows, cols = tl.program_id(0) * BM, tl.arange(0, BM), tl.program_id(1) * BN + tl.arange(0, BN)
+    row0 = tl.program_id(0) * BM
+    rows = tl.arange(0, BM)
+    cols = tl.program_id(1) * BN + tl.arange(0, BN)
     tiles = _tiles(a_ptr, b_ptr, c_ptr, row0, rows, cols, M, N, SOURCE)
     for i in tl.static_range(3 if SOURCE == GATE_GRAD else 1):
-        size, place = tl.abs(tiles[i].to(tl.float32)), maxima_ptr + i * (M + N)
+        size = tl.abs(tiles[i].to(tl.float32))
+        place = maxima_ptr + i * (M + N)
         tl.atomic_max(place + row0 + rows, tl.max(size, axis=1), mask=row0 + rows < M)
         tl.atomic_max(place + M + cols, tl.max(size, axis=0), mask=cols < N)
 
@@ -115,13 +125,17 @@ def cast_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """rows [outputs, M, N] and columns [outputs, N, M] as bytes; `row_scales` and `column_scales` of each output."""
-    row0, rows, col0, cols = tl.program_id(0) * BM, tl.arange(0, BM), tl.program_id(1) * BN, tl.arange(0, BN)
+    row0 = tl.program_id(0) * BM
+    rows = tl.arange(0, BM)
+    col0 = tl.program_id(1) * BN
+    cols = tl.arange(0, BN)
     tiles = _tiles(a_ptr, b_ptr, c_ptr, row0, rows, col0 + cols, M, N, SOURCE)
     for i in tl.static_range(3 if SOURCE == GATE_GRAD else 1):
         if i == 2 and RECIPE == BLOCK:  # read again, from the nearest cache: kept, it would not fit into registers
             tl.debug_barrier()
             tiles = _tiles(a_ptr, b_ptr, c_ptr, row0, rows, col0 + cols, M, N, GATE)
-        size, start = tl.abs(tiles[i].to(tl.float32)), tl.cast(M, tl.int64) * N * i
+        size = tl.abs(tiles[i].to(tl.float32))
+        start = tl.cast(M, tl.int64) * N * i
         if RECIPE == TENSOR:
             of_rows = tl.load(maxima_ptr + i)
             of_columns = of_rows
@@ -129,7 +143,8 @@ def cast_kernel(
             of_rows = tl.max(size)
             of_columns = of_rows
         elif RECIPE == BLOCK:
-            of_rows, of_columns = tl.max(size, axis=1), tl.max(size, axis=0)
+            of_rows = tl.max(size, axis=1)
+            of_columns = tl.max(size, axis=0)
         else:
             lines = maxima_ptr + i * (M + N)
             of_rows = tl.load(lines + row0 + rows, mask=row0 + rows < M, other=0.0)
@@ -155,14 +170,17 @@ def tile_shape(source: str, recipe: str, collects: bool = False) -> tuple[int, i
 
 
 def _launch(kernel: Any, shape: tuple[int, int, int], tensors: list[Tensor], *arguments: Any) -> None:
-    (M, N), (BM, BN, warps) = tensors[0].shape, shape
-    three = [*tensors, *tensors[:1] * (3 - len(tensors))]
-    kernel[(triton.cdiv(M, BM), triton.cdiv(N, BN))](*three, *arguments, BM=BM, BN=BN, num_warps=warps)
+    M, N = tensors[0].shape
+    BM, BN, warps = shape
+    three = tensors + tensors[:1] * (3 - len(tensors))
+    grid = (triton.cdiv(M, BM), triton.cdiv(N, BN))
+    kernel[grid](*three, *arguments, BM=BM, BN=BN, num_warps=warps)
 
 
 @casts.line_maxima.register_kernel("cuda")
 def line_maxima(source: str, tensors: list[Tensor]) -> Tensor:
-    maxima, (M, N) = casts.empty_maxima(source, tensors).zero_(), tensors[0].shape
+    maxima = casts.empty_maxima(source, tensors).zero_()
+    M, N = tensors[0].shape
     _launch(maxima_kernel, tile_shape(source, "rowwise", True), tensors, maxima, M, N, SOURCES[source])
     return maxima
 

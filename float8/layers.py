@@ -50,13 +50,15 @@ def quantize(x: Tensor | Quantized, recipe: str) -> Quantized:
     if isinstance(x, Quantized):
         return x
     flat = x.detach().reshape(-1, x.shape[-1]).contiguous()
-    return Quantized(x, cast("copy", recipe, [flat], columns=torch.is_grad_enabled())[0])
+    (found,) = cast("copy", recipe, [flat], columns=torch.is_grad_enabled())
+    return Quantized(x, found)
 
 
 def _weight(weight: Tensor, recipe: str, columns: bool = False) -> tuple[Tensor, Tensor]:
     """A weight [N, K] in float8, or transposed, and its scales. FSDP2 may have gathered it in float8."""
     if isinstance(weight, Float8TrainingTensor):
-        return weight._data.t().contiguous() if columns else weight._data, weight._scale.reciprocal()
+        data = weight._data.t().contiguous() if columns else weight._data
+        return data, weight._scale.reciprocal()
     scaling = "squares" if recipe == "blockwise" else recipe
     (found,) = cast("copy", scaling, [weight], rows=not columns, columns=columns)
     return found[2:] if columns else found[:2]
@@ -78,17 +80,27 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: str, fast: bool, *casts: Tensor) -> Tensor:
         ctx.save_for_backward(weight, *casts[2:])
-        ctx.how, ctx.shape = (recipe, fast), x.shape
+        ctx.how = (recipe, fast)
+        ctx.shape = x.shape
         return _forward(Cast(*casts), weight, ctx.how, x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *columns = ctx.saved_tensors
-        flat, needs = grad.reshape(-1, grad.shape[-1]).contiguous(), ctx.needs_input_grad
-        (dy,) = cast("copy", ctx.how[0], [flat], gradient=True)
-        of_x = _backward(dy, weight, ctx.how, grad.dtype).view(ctx.shape) if needs[0] else None
-        of_weight = multiply(dy[2:], columns, grad.dtype, ctx.how[1]) if needs[1] else None
+        recipe, fast = ctx.how
+        dy = _cast_gradient(grad, recipe)
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = _backward(dy, weight, ctx.how, grad.dtype).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            of_weight = multiply(dy[2:], columns, grad.dtype, fast)
         return of_x, of_weight, *[None] * 6
+
+
+def _cast_gradient(grad: Tensor, recipe: str) -> Cast:
+    flat = grad.reshape(-1, grad.shape[-1]).contiguous()
+    (found,) = cast("copy", recipe, [flat], gradient=True)
+    return found
 
 
 @torch._dynamo.allow_in_graph
@@ -102,8 +114,10 @@ class _FeedForward(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, recipe: str, fast: bool, *casts: Tensor
     ) -> Tensor:
-        ctx.how, ctx.shape = (recipe, fast), x.shape
-        g, u = (_forward(Cast(*casts), weight, ctx.how, x.dtype) for weight in (w1, w3))
+        ctx.how = (recipe, fast)
+        ctx.shape = x.shape
+        g = _forward(Cast(*casts), w1, ctx.how, x.dtype)
+        u = _forward(Cast(*casts), w3, ctx.how, x.dtype)
         (a,) = cast("gate", recipe, [g, u], columns=False)
         ctx.save_for_backward(w1, w3, w2, g, u, *casts[2:])
         return _forward(a, w2, ctx.how, x.dtype).view(*x.shape[:-1], -1)
@@ -111,13 +125,21 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         w1, w3, w2, g, u, *columns = ctx.saved_tensors
-        how, dtype = ctx.how, grad.dtype
-        (dy,) = cast("copy", how[0], [grad.reshape(-1, grad.shape[-1]).contiguous()], gradient=True)
-        dg, du, a = cast("gate_grad", how[0], [g, u, _backward(dy, w2, how, dtype)], gradient=True)
-        of_x = (_backward(dg, w1, how, dtype) + _backward(du, w3, how, dtype)).view(ctx.shape)
-        pairs = zip(ctx.needs_input_grad[1:4], ((dg, columns), (du, columns), (dy, a[2:])), strict=True)
-        of_weights = [multiply(d[2:], read, dtype, how[1]) if needed else None for needed, (d, read) in pairs]
-        return of_x, *of_weights, *[None] * 6
+        how = ctx.how
+        dtype = grad.dtype
+        recipe, fast = how
+        dy = _cast_gradient(grad, recipe)
+        of_a = _backward(dy, w2, how, dtype)
+        dg, du, a = cast("gate_grad", recipe, [g, u, of_a], gradient=True)
+        of_x = _backward(dg, w1, how, dtype) + _backward(du, w3, how, dtype)
+        of_w1 = of_w3 = of_w2 = None
+        if ctx.needs_input_grad[1]:
+            of_w1 = multiply(dg[2:], columns, dtype, fast)
+        if ctx.needs_input_grad[2]:
+            of_w3 = multiply(du[2:], columns, dtype, fast)
+        if ctx.needs_input_grad[3]:
+            of_w2 = multiply(dy[2:], a[2:], dtype, fast)
+        return of_x.view(ctx.shape), of_w1, of_w3, of_w2, *[None] * 6
 
 
 class OwnLinear(Float8Linear):
@@ -134,9 +156,10 @@ class OwnLinear(Float8Linear):
         """y [..., N] of x [..., K]. With tensor parallelism each rank casts its own part."""
         if isinstance(x, DTensor) and isinstance(weight, DTensor):
             by_rows = weight.placements[0].is_shard(0)
-            local = x.to_local(grad_placements=[Partial()] if by_rows else x.placements)
-            y = self.compute(local, weight.to_local())
-            return DTensor.from_local(y, x.device_mesh, [Shard(-1) if by_rows else Partial()], run_check=False)
+            of_gradient = [Partial()] if by_rows else x.placements
+            of_result = Shard(-1) if by_rows else Partial()
+            y = self.compute(x.to_local(grad_placements=of_gradient), weight.to_local())
+            return DTensor.from_local(y, x.device_mesh, [of_result], run_check=False)
         x = quantize(x, self.how[0])
         return _Linear.apply(x.handle, weight, *self.how, *x.cast)
 
@@ -158,18 +181,23 @@ class OwnFeedForward(nn.Module):
 
     def __init__(self, w1: OwnLinear, w2: OwnLinear, w3: OwnLinear):
         super().__init__()
-        self.w1, self.w2, self.w3 = w1, w2, w3
+        self.w1 = w1
+        self.w2 = w2
+        self.w3 = w3
 
     def forward(self, x: Tensor | Quantized) -> Tensor:
         weights: list[Any] = [self.w1.weight, self.w3.weight, self.w2.weight]
-        mesh = x.device_mesh if isinstance(x, DTensor) else None
-        if isinstance(x, DTensor):
-            x, weights = x.to_local(grad_placements=[Partial()]), [weight.to_local() for weight in weights]
-        x = quantize(x, self.w1.how[0])
-        y = _FeedForward.apply(x.handle, *weights, *self.w1.how, *x.cast)
-        if mesh is not None:
-            y = DTensor.from_local(y, mesh, [Partial()], run_check=False).redistribute(placements=[Shard(0)]).to_local()
-        return y
+        if not isinstance(x, DTensor):
+            return self.compute(x, weights)
+        local = x.to_local(grad_placements=[Partial()])
+        y = self.compute(local, [weight.to_local() for weight in weights])
+        summand = DTensor.from_local(y, x.device_mesh, [Partial()], run_check=False)
+        return summand.redistribute(placements=[Shard(0)]).to_local()
+
+    def compute(self, x: Tensor | Quantized, weights: list[Tensor]) -> Tensor:
+        how = self.w1.how
+        x = quantize(x, how[0])
+        return _FeedForward.apply(x.handle, *weights, *how, *x.cast)
 
 
 class OwnNorm(nn.RMSNorm):
@@ -181,10 +209,12 @@ class OwnNorm(nn.RMSNorm):
 
     def __init__(self, norm: nn.RMSNorm, recipe: str):
         super().__init__(norm.normalized_shape, norm.eps, device="meta")
-        self.weight, self.recipe = norm.weight, recipe
+        self.weight = norm.weight
+        self.recipe = recipe
 
     def forward(self, x: Tensor) -> Quantized:  # type: ignore[override]
-        weight, flat = self.weight.to(x.dtype), x.detach().reshape(-1, x.shape[-1]).contiguous()
+        weight = self.weight.to(x.dtype)
+        flat = x.detach().reshape(-1, x.shape[-1]).contiguous()
         rstd = torch.rsqrt(flat.float().square().mean(-1) + (self.eps or 0.0))
         source = [flat, rstd, weight.detach()]
         (casts,) = cast("norm", self.recipe, source, columns=torch.is_grad_enabled())
@@ -198,7 +228,7 @@ def convert_around(model: nn.Module, norms: bool) -> None:
         own = {name for name, layer in layers.items() if isinstance(layer, OwnLinear)}
         for name, readers in READERS.items():
             norm = layers.get(name)
-            if norms and own.issuperset(readers) and isinstance(norm, nn.RMSNorm):
+            if norms and isinstance(norm, nn.RMSNorm) and own.issuperset(readers):
                 check_forward(norm, {NORM}, "float8.layers.OwnNorm", INSTEAD)
                 setattr(block, name, OwnNorm(norm, layers[readers[0]].how[0]))
         for name, child in block.named_children():

@@ -43,12 +43,13 @@ def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_typ
     if device_type == "cpu":
         _gather_as_bytes()
     converted = {name for name, part in module.named_modules() if isinstance(part, Float8Linear)}
-    reading = {n: style for n, style in plan.items() if not isinstance(style, (RowwiseParallel, SequenceParallel))}
     changed = dict(plan)
     for name, style in plan.items():
-        readers = {reader: own for reader, own in reading.items() if reader.startswith(f"{name}.")}
-        alike = all(reader in converted and type(own) is ColwiseParallel for reader, own in readers.items())
-        if type(style) is PrepareModuleInput and alike:
+        if type(style) is PrepareModuleInput:
+            readers = _readers(name, plan)
+            plain = {reader for reader, own in readers.items() if type(own) is ColwiseParallel}
+            if readers.keys() - (plain & converted):
+                continue
             changed[name] = PrepareFloat8ModuleInput(
                 input_layouts=style.input_layouts, desired_input_layouts=style.desired_input_layouts
             )
@@ -64,6 +65,14 @@ def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_typ
     return changed
 
 
+def _readers(name: str, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
+    """The layers in `name` that may read what is gathered for it, and their styles."""
+    inside = {layer: style for layer, style in plan.items() if layer.startswith(f"{name}.")}
+    return {
+        layer: style for layer, style in inside.items() if not isinstance(style, (RowwiseParallel, SequenceParallel))
+    }
+
+
 def _gather_as_bytes() -> None:
     """Send float8 as bytes, since gloo cannot send float8. Replaces torchao's handlers of two operators."""
     from torchao.float8.float8_ops import FLOAT8_OPS_TABLE
@@ -71,7 +80,8 @@ def _gather_as_bytes() -> None:
 
     def carry(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
         x, *rest = args
-        data = operator(x._data.contiguous().view(torch.uint8), *rest, **(kwargs or {})).view(x._data.dtype)
+        sent = x._data.contiguous().view(torch.uint8)
+        data = operator(sent, *rest, **(kwargs or {})).view(x._data.dtype)
         return Float8TrainingTensor(data, x._scale, x._orig_dtype, x._linear_mm_config, x._gemm_input_role)
 
     functional = torch.ops._c10d_functional
