@@ -23,19 +23,25 @@ IGNORED = -100  # label of a token that is not trained on
 
 def loss_chunks(config: Config) -> int:
     """Number of pieces in which the loss is computed. Raises ConfigError if it cannot be computed in pieces."""
-    chunks, split = config.training.loss_chunks, config.parallelism.tp > 1 or config.parallelism.pp > 1
-    if chunks > 1 and split:
+    chunks = config.training.loss_chunks
+    is_split = config.parallelism.tp > 1 or config.parallelism.pp > 1
+    if chunks > 1 and is_split:
         raise ConfigError(f"training.loss_chunks = {chunks}: needs parallelism.tp = 1 and pp = 1")
-    chunks = chunks or (1 if split else 4)
-    float8 = config.float8
-    named = [any(part in "output" for part in parts) for parts in (float8.always, float8.skip)]
-    if chunks > 1 and float8.enable and not float8.emulate and (named[0] or not named[1]):  # the output is in float8
+    if chunks == 0:
+        chunks = 1 if is_split else 4
+    if chunks > 1 and _has_float8_output(config.float8):
         tokens = config.training.local_batch_size * config.training.seq_len // config.parallelism.cp
-        multiple = 128 if float8.recipe == "blockwise" else 16
+        multiple = 128 if config.float8.recipe == "blockwise" else 16
         if tokens % (chunks * multiple):
             needs = f"to divide {tokens} tokens into multiples of {multiple}, as the output layer is in float8"
             raise ConfigError(f"training.loss_chunks = {chunks}: needs {needs}")
     return chunks
+
+
+def _has_float8_output(float8: settings.Float8) -> bool:
+    is_forced = any(part in "output" for part in float8.always)
+    is_skipped = any(part in "output" for part in float8.skip)
+    return float8.enable and not float8.emulate and (is_forced or not is_skipped)
 
 
 def check_loss(config: Config) -> None:
@@ -119,7 +125,16 @@ def build_loss(
         summed = exempt_from_budget(torch.compile(summed, backend=compile.backend))
     if mesh is None or mesh.cp.size() == 1:
         return summed
-    return lambda logits, labels: summed(logits, labels[:, local_indices(labels.shape[1], mesh.cp, labels.device)])
+
+    def of_own_tokens(logits: Tensor, labels: Tensor) -> Tensor:
+        return summed(logits, _own_labels(labels, mesh))
+
+    return of_own_tokens
+
+
+def _own_labels(labels: Tensor, mesh: Mesh) -> Tensor:
+    """Of whole sequences [B, S] the labels of this rank's tokens."""
+    return labels[:, local_indices(labels.shape[1], mesh.cp, labels.device)]
 
 
 def build_chunked_loss(
@@ -142,8 +157,11 @@ def build_chunked_loss(
         # The factor gets one dimension: otherwise it would be rounded to the gradient's type.
         return (gradient * factor[None]).to(dtype)
 
-    summed = exempt_from_budget(torch.compile(head, backend=compile.backend)) if compile.enable else head
-    tools = summed, build_add(compile), compile_each_shape(scale, compile)
+    summed: Callable[..., Tensor] = head
+    if compile.enable:
+        summed = exempt_from_budget(torch.compile(head, backend=compile.backend))
+    add = build_add(compile)
+    scale_compiled = compile_each_shape(scale, compile)
 
     def chunked(
         hidden: Tensor,
@@ -153,12 +171,16 @@ def build_chunked_loss(
         casts_weight: bool = False,
     ) -> Tensor:
         if mesh.cp.size() > 1:
-            labels = labels[:, local_indices(labels.shape[1], mesh.cp, labels.device)]
-        parts = hidden.flatten(0, 1).chunk(chunks), labels.flatten().chunk(chunks)
-        if not torch.is_grad_enabled():
-            losses = [summed(h, weight, label, compute) for h, label in zip(*parts, strict=True)]
-            return torch.stack(losses).sum(0)
-        return _ChunkedHead.apply(hidden, weight, labels, compute, casts_weight, chunks, *tools)
+            labels = _own_labels(labels, mesh)
+        if torch.is_grad_enabled():
+            return _ChunkedHead.apply(
+                hidden, weight, labels, compute, casts_weight, chunks, summed, add, scale_compiled
+            )
+        hidden_parts = hidden.flatten(0, 1).chunk(chunks)
+        label_parts = labels.flatten().chunk(chunks)
+        parts = zip(hidden_parts, label_parts, strict=True)
+        losses = [summed(part, weight, label, compute) for part, label in parts]
+        return torch.stack(losses).sum(0)
 
     return chunked
 
@@ -173,17 +195,20 @@ class _ChunkedHead(torch.autograd.Function):
         compute: Callable[[Tensor, Tensor], Tensor],
         casts_weight: bool,
         chunks: int,
-        *tools: Callable[..., Tensor],
+        summed: Callable[..., Tensor],
+        add: Callable[..., Tensor],
+        scale: Callable[..., Tensor],
     ) -> Tensor:
-        summed, add, scale = tools
         of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)  # filled through a view
         of_weight: Tensor | None = None
         low = weight.detach()
         if not casts_weight:
             low = low.to(hidden.dtype)  # once, not for each chunk
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        parts = (x.flatten(0, 1).chunk(chunks) for x in (hidden, of_hidden, labels))
-        for part, grad_part, label in zip(*parts, strict=True):
+        parts = hidden.flatten(0, 1).chunk(chunks)
+        grad_parts = of_hidden.flatten(0, 1).chunk(chunks)
+        label_parts = labels.flatten().chunk(chunks)
+        for part, grad_part, label in zip(parts, grad_parts, label_parts, strict=True):
             with torch.enable_grad():
                 h = part.detach().requires_grad_()
                 w = low.detach().requires_grad_()
@@ -194,7 +219,8 @@ class _ChunkedHead(torch.autograd.Function):
             of_weight = add(of_weight, grad_w, torch.float32)  # since it sums many chunks
         assert of_weight is not None
         ctx.save_for_backward(of_hidden, of_weight)
-        ctx.scale, ctx.weight_dtype = scale, weight.dtype
+        ctx.scale = scale
+        ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod

@@ -10,7 +10,6 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
@@ -46,7 +45,6 @@ FIELDS = (
 )  # fmt: skip
 VALIDATION = ("validation_", "bits_per_byte")
 SPEED = ("tps", "mfu", "tflops", "memory_gib", "data_wait_pct", "step_seconds")
-TRACKER_SECONDS = 60  # that a call of a tracker may take
 WANDB_ID = ".wandb_id"  # in the run's folder: its id at Weights & Biases, and the host and folder that use it
 LINE_WIDTH = 101  # of a step's log line, after the time
 # Loggers whose warnings are of no use here, most on every rank: that a gradient norm over two axes takes two messages,
@@ -69,7 +67,10 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type == "cpu":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for key, peak in PEAK_FLOPS if key in name), None)
+    for key, peak in PEAK_FLOPS:
+        if key in name:
+            return peak
+    return None
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -84,9 +85,11 @@ def peak_memory_gib(device: torch.device) -> float:
 
 def configure_logging(log_ranks: tuple[int, ...], rank: int) -> None:
     """Log progress on the chosen ranks, of which some may not exist; if several, each line names its rank."""
-    prefix = f"[rank {rank}] " if len(log_ranks) > 1 else ""
     level = logging.INFO if rank in log_ranks else logging.ERROR
-    logging.basicConfig(level=level, format=f"%(asctime)s {prefix}%(message)s", datefmt="%H:%M:%S", force=True)
+    form = "%(asctime)s %(message)s"
+    if len(log_ranks) > 1:
+        form = f"%(asctime)s [rank {rank}] %(message)s"
+    logging.basicConfig(level=level, format=form, datefmt="%H:%M:%S", force=True)
     quiet_noisy_loggers()
 
 
@@ -103,36 +106,42 @@ class Tracker:
     """
 
     def __init__(self, name: str, start: Any, log: Any, close: Any):
-        self.name, self.start, self.log, self.close = name, start, log, close
-        self.failed, self.trouble, self.stuck = 0, "", False
-        self.thread = ThreadPoolExecutor(1)  # so that the run can go on without an answer
+        self.name = name
+        self.start = start
+        self.log = log
+        self.close = close
+        self.failed = 0
+        self.last_error = ""
 
     def call(self, function: Callable[..., object] | None, *arguments: object) -> None:
-        """Call one of the functions, unless an earlier call has not come back."""
-        if function is None or self.stuck:
+        """Call one of the functions."""
+        if function is None:
             return
-        future = self.thread.submit(function, *arguments)
         try:
-            future.result(TRACKER_SECONDS)
+            function(*arguments)
         except (Exception, SystemExit) as error:
-            self.failed, self.stuck = self.failed + 1, not future.done()
-            self.trouble = f"no answer in {TRACKER_SECONDS} s, so it is called no more" if self.stuck else repr(error)
+            self.failed += 1
+            self.last_error = repr(error)
             if self.failed == 1:
-                logger.error(f"warning: {self.name}: {self.trouble}; training goes on, failures are counted")
+                logger.error(f"warning: {self.name}: {error!r}; training goes on, failures are counted")
 
 
 def find_trackers(config: Config) -> list[Tracker]:
     """Import what `metrics.hook` and `metrics.wandb_project` name. Raises ConfigError."""
-    trackers, name = [], f"metrics.hook = {config.metrics.hook!r}"
-    if config.metrics.hook:
-        module, _, function = config.metrics.hook.partition(":")
+    trackers = []
+    hook = config.metrics.hook
+    if hook:
+        name = f"metrics.hook = {hook!r}"
+        module, _, function = hook.partition(":")
         try:
             code = importlib.import_module(module)
-            log, start, close = getattr(code, function), getattr(code, "start", None), getattr(code, "close", None)
+            log = getattr(code, function)
         except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise ConfigError(f"{name}: must be of the form package.module:function; {error}") from None
-        trackers.append(Tracker(name, start, log, close))
-    return trackers + ([_wandb_tracker(config.metrics.wandb_project)] if config.metrics.wandb_project else [])
+        trackers.append(Tracker(name, getattr(code, "start", None), log, getattr(code, "close", None)))
+    if config.metrics.wandb_project:
+        trackers.append(_wandb_tracker(config.metrics.wandb_project))
+    return trackers
 
 
 def _wandb_tracker(project: str) -> Tracker:
@@ -149,9 +158,8 @@ def _wandb_tracker(project: str) -> Tracker:
 
     def start(config: dict[str, Any]) -> None:
         folder = Path(config["run"]["folder"])
-        run = init(
-            project=project, id=wandb_id(folder), name=folder.name, dir=folder, config=config, resume="allow"
-        )  # fmt: skip
+        own_id = wandb_id(folder)
+        run = init(project=project, id=own_id, name=folder.name, dir=folder, config=config, resume="allow")
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
 
@@ -185,10 +193,32 @@ def grouped(row: Mapping[str, float | None]) -> dict[str, float]:
     """The known figures of a row, under the groups `train/`, `valid/` and `speed/` of trackers."""
     figures = {}
     for name, value in row.items():
-        group = "speed/" if name in SPEED else "valid/" if name.startswith(VALIDATION) else "train/"
-        if value is not None and name not in ("step", "interval_steps", "time"):
-            figures[group + name.removeprefix("validation_")] = value
+        if value is None or name in ("step", "interval_steps", "time"):
+            continue
+        group = "train/"
+        if name in SPEED:
+            group = "speed/"
+        elif name.startswith(VALIDATION):
+            group = "valid/"
+        figures[group + name.removeprefix("validation_")] = value
     return figures
+
+
+def _open_board(config: Config, folder: Path, first_step: int) -> Any:
+    """TensorBoard's writer of a run, with its config. Rows of a resume hide those of later steps."""
+    # Imported here: TensorBoard takes a second to load.
+    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard.summary import hparams
+
+    settings = {}
+    for section, fields in dataclasses.asdict(config).items():
+        for name, value in fields.items():
+            settings[f"{section}.{name}"] = value if isinstance(value, (int, float)) else str(value)
+    board: Any = SummaryWriter(str(folder), purge_step=first_step + 1)
+    board.add_text("config", f"```toml\n{to_toml(config)}```", first_step)
+    for summary in hparams(settings, {"train/loss": 0, "valid/loss": 0}):
+        board.file_writer.add_summary(summary)
+    return board
 
 
 class MetricsLogger:
@@ -207,42 +237,45 @@ class MetricsLogger:
         writing: Callable[[object], AbstractContextManager[None]] = file_errors,
     ):
         """`tokens_per_step`: of the whole run. `writing(file)` surrounds each write."""
-        self.device, self.steps, self.flops_per_token = device, config.training.steps, flops_per_token
-        self.tokens_per_step, self.world_size, self.writing = tokens_per_step, world_size, writing
-        self.line_width = LINE_WIDTH - (10 if len(config.metrics.log_ranks) > 1 else 0)  # then it names the rank
+        self.device = device
+        self.steps = config.training.steps
+        self.flops_per_token = flops_per_token
+        self.tokens_per_step = tokens_per_step
+        self.world_size = world_size
+        self.writing = writing
+        self.names_ranks = len(config.metrics.log_ranks) > 1  # at the beginning of each line
         self.waiting: dict[int, Tensor] = {}  # step → loss and gradient norm that the host has not fetched yet
         self.losses: list[tuple[float, ...]] = []  # with other terms, of the steps since the last row
         self.terms: tuple[str, ...] = ()
         self.grad_norm = math.nan  # of the last step that was trained and fetched
         self.rates: Mapping[str, float] = {}
-        self.validation, self.totals = "", list[float]()  # the last one in words; tokens/s of each interval
+        self.validation = ""  # the last one, in words
+        self.totals: list[float] = []  # tokens/s of each interval
+        self.last: dict[str, Any] = {}  # row
         self.peak = peak_flops(device)
-        self.file = open_records(run_folder / "metrics.jsonl") if rank == 0 else None
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, folder=str(run_folder)))
-        self.trackers = find_trackers(config) if rank == 0 else []
+        self.file: Any = None
+        self.board: Any = None
+        self.trackers: list[Tracker] = []
+        if rank == 0:
+            run = dataclasses.replace(config.run, folder=str(run_folder))
+            self._open(dataclasses.replace(config, run=run), run_folder, first_step)
+        self.restart_clock()
+
+    def _open(self, config: Config, run_folder: Path, first_step: int) -> None:
+        """Open the file, TensorBoard and the trackers."""
+        self.file = open_records(run_folder / "metrics.jsonl")
+        self.trackers = find_trackers(config)
         for tracker in self.trackers:
             tracker.call(tracker.start, dataclasses.asdict(config))
-        self.board: Any = None
-        if rank == 0 and config.metrics.tensorboard:
-            # Imported here: TensorBoard takes a second to load.
-            from torch.utils.tensorboard import SummaryWriter
-            from torch.utils.tensorboard.summary import hparams
-
-            sections = dataclasses.asdict(config).items()
-            flat = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
-            flat = {key: value if isinstance(value, (int, float)) else str(value) for key, value in flat.items()}
+        if config.metrics.tensorboard:
             with file_errors(run_folder / "tensorboard"):
-                self.board = SummaryWriter(str(run_folder / "tensorboard"), purge_step=first_step + 1)
-                self.board.add_text("config", f"```toml\n{to_toml(config)}```", first_step)
-                for summary in hparams(flat, {"train/loss": 0, "valid/loss": 0}):
-                    self.board.file_writer.add_summary(summary)
-        self.last: dict[str, Any] = {}  # row
-        self.restart_clock()
+                self.board = _open_board(config, run_folder / "tensorboard", first_step)
 
     def restart_clock(self) -> None:
         """Begin a new interval, so that the time of a validation, say, counts for no step."""
         self.since = time.perf_counter()
-        self.interval_steps, self.data_wait_seconds = 0, 0.0
+        self.interval_steps = 0
+        self.data_wait_seconds = 0.0
 
     def add(
         self,
@@ -268,12 +301,14 @@ class MetricsLogger:
 
         Raises TitaniteError for a loss or norm that is not finite, on all ranks, since both are sums over them.
         """
-        history = torch.stack(list(self.waiting.values())).tolist() if self.waiting else []
+        history = []
+        if self.waiting:
+            history = torch.stack(list(self.waiting.values())).tolist()
         for step, (loss, grad_norm, *terms) in zip(self.waiting, history, strict=True):
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 advice = "resume from the last checkpoint, with a lower optimizer.lr or another run.seed"
-                said = f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so nothing of it is saved"
-                raise TitaniteError(f"{said}; {advice}", agreed=True)
+                found = f"step {step}: loss {loss}, gradient norm {grad_norm}: not finite, so nothing of it is saved"
+                raise TitaniteError(f"{found}; {advice}", agreed=True)
             if loss or grad_norm:  # otherwise no token of the step was trained
                 self.losses.append((loss, *terms))
             self.grad_norm = grad_norm
@@ -292,48 +327,64 @@ class MetricsLogger:
         total = self.interval_steps * self.tokens_per_step / seconds
         self.totals.append(total)
         flops = self.flops_per_token * total / self.world_size
-        loss, *terms = (math.fsum(values) / len(values) for values in zip(*self.losses, strict=True))
+        means = [math.fsum(values) / len(values) for values in zip(*self.losses, strict=True)]
+        step_seconds = seconds / self.interval_steps
         row: dict[str, float | None] = {
             "step": step,
-            "loss": loss,
+            "loss": means[0],
             "grad_norm": self.grad_norm,
-            **dict(zip(self.terms, terms, strict=True)),
+            **dict(zip(self.terms, means[1:], strict=True)),
             **self.rates,
             "tokens": tokens,
             "tps": total / self.world_size,
             "mfu": flops / self.peak if self.peak else None,
             "tflops": flops / 1e12,
-            "memory_gib": (memory := peak_memory_gib(self.device)),
-            "data_wait_pct": (waited := 100 * self.data_wait_seconds / seconds),
-            "step_seconds": (step_seconds := seconds / self.interval_steps),
+            "memory_gib": peak_memory_gib(self.device),
+            "data_wait_pct": 100 * self.data_wait_seconds / seconds,
+            "step_seconds": step_seconds,
             "interval_steps": self.interval_steps,
         }
-        eta = step_seconds * (self.steps - step)
-        line, *parts = (
-            f"step {step:>{len(str(self.steps))}}/{self.steps}",
-            f"loss {loss:.4f}",
-            f"norm {self.grad_norm:#.3g}",
-            f"lr {self.rates['lr']:.1e}",
-            f"{tqdm.format_sizeof(total)} tokens/s  {tqdm.format_sizeof(tokens)} seen".replace("G", "B"),
-            f"ETA {f'{eta / 86_400:.1f}d' if eta > 86_400 else timedelta(seconds=round(eta))}" if eta else "",
-            f"MFU {100 * flops / self.peak:.0f}%" if self.peak else "",
-            f"data wait {waited:.0f}%" if waited >= 1 else "",
-            f"{memory:.2f} GiB",
-        )
-        for part in parts:  # the last ones only where there is room
-            line += f"  {part}" if part and len(line) + len(part) + 2 <= self.line_width else ""
-        logger.info(line)
+        logger.info(self._line(row, total, step_seconds * (self.steps - step)))
         self._write(row)
         self.losses = []
         self.restart_clock()
+
+    def _line(self, row: Mapping[str, Any], total: float, eta_seconds: float) -> str:
+        """A row in words. `total`: tokens/s of the whole run."""
+        rate = f"{tqdm.format_sizeof(total)} tokens/s  {tqdm.format_sizeof(row['tokens'])} seen"
+        parts = [
+            f"loss {row['loss']:.4f}",
+            f"norm {row['grad_norm']:#.3g}",
+            f"lr {row['lr']:.1e}",
+            rate.replace("G", "B"),
+        ]
+        if eta_seconds > 86_400:
+            parts.append(f"ETA {eta_seconds / 86_400:.1f}d")
+        elif eta_seconds:
+            parts.append(f"ETA {timedelta(seconds=round(eta_seconds))}")
+        if row["mfu"] is not None:
+            parts.append(f"MFU {100 * row['mfu']:.0f}%")
+        if row["data_wait_pct"] >= 1:
+            parts.append(f"data wait {row['data_wait_pct']:.0f}%")
+        parts.append(f"{row['memory_gib']:.2f} GiB")
+        line = self._step_of(row["step"])
+        width = LINE_WIDTH - 10 if self.names_ranks else LINE_WIDTH
+        for part in parts:  # the last ones only where there is room
+            if len(line) + len(part) + 2 <= width:
+                line += f"  {part}"
+        return line
+
+    def _step_of(self, step: int) -> str:
+        return f"step {step:>{len(str(self.steps))}}/{self.steps}"
 
     def log_validation(self, step: int, figures: Mapping[str, float], tokens: int) -> None:
         """Write a row and a log line with the figures of the held-out sets, if there are any. Begins a new interval."""
         self.restart_clock()
         if not figures:
             return
-        self.validation = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
-        logger.info(f"step {step:>{len(str(self.steps))}}/{self.steps}  {self.validation}")
+        parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items()]
+        self.validation = "  ".join(parts)
+        logger.info(f"{self._step_of(step)}  {self.validation}")
         self._write({"step": step, **figures, "tokens": tokens})
 
     def log_skipped(self, step: int, tokens: int) -> None:
@@ -358,8 +409,10 @@ class MetricsLogger:
 
     def summary(self) -> str:
         """The last validation and the usual rate, in words."""
-        rate = f"{tqdm.format_sizeof(median(self.totals))} tokens/s" if self.totals else ""
-        return "  ".join(filter(None, (self.validation, rate)))
+        parts = [self.validation] if self.validation else []
+        if self.totals:
+            parts.append(f"{tqdm.format_sizeof(median(self.totals))} tokens/s")
+        return "  ".join(parts)
 
     def close(self) -> None:
         """Flush and close the files and trackers."""
@@ -372,4 +425,5 @@ class MetricsLogger:
         for tracker in self.trackers:
             tracker.call(tracker.close)
             if tracker.failed:
-                logger.error(f"warning: {tracker.name}: calls failed: {tracker.failed}, the last by {tracker.trouble}")
+                count = f"calls failed: {tracker.failed}, the last by {tracker.last_error}"
+                logger.error(f"warning: {tracker.name}: {count}")

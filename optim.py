@@ -5,16 +5,14 @@ import logging
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -31,36 +29,57 @@ SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its
 
 def check_optim(config: Config, run_folder: Path | None = None) -> None:
     """Raises ConfigError for means and islands that would not move and, in a run under way, too long a schedule."""
-    optimizer, schedule, steps = config.optimizer, config.lr_scheduler, config.training.steps
-    if run_folder and (fitted := fit_schedule(schedule, steps)) != schedule:
-        both = f"warmup_steps = {schedule.warmup_steps} and a decay of {decay_length(steps, schedule)} steps"
-        asked = f"lr_scheduler.{both} do not fit in training.steps = {steps}"
-        began = settings.recorded_config(run_folder) or config
-        if config.checkpoint.branch_from or (began.lr_scheduler, began.training.steps) != (schedule, steps):
-            raise ConfigError(f"{asked}, and only a new run may shrink them")
-        logger.info(f"{asked}: in this run they are {fitted.warmup_steps} and {decay_length(steps, fitted)}")
+    optimizer = config.optimizer
+    if run_folder is not None:
+        _check_schedule(config, run_folder)
     if optimizer.state_dtype == "bfloat16":
         _check_decays(optimizer)
-    if config.parallelism.cpu_offload and "muon" in (optimizer.name, *(group.kind for group in optimizer.groups)):
+    kinds = {optimizer.name, *(group.kind for group in optimizer.groups)}
+    if config.parallelism.cpu_offload and "muon" in kinds:
         raise ConfigError("parallelism.cpu_offload = true: Muon's matrices are not sent from host to host")
-    for name in ("checkpoint", "validation"):
-        section, local_steps = getattr(config, name), config.parallelism.local_steps
-        if local_steps and section.enable and section.interval % local_steps:
-            needed = f"a multiple of parallelism.local_steps = {local_steps}"
-            raise ConfigError(f"{name}.interval = {section.interval}: must be {needed}")
+    if config.checkpoint.enable:
+        _check_meetings("checkpoint.interval", config.checkpoint.interval, config)
+    if config.validation.enable:
+        _check_meetings("validation.interval", config.validation.interval, config)
+
+
+def _check_meetings(name: str, interval: int, config: Config) -> None:
+    local_steps = config.parallelism.local_steps
+    if local_steps and interval % local_steps:
+        needed = f"a multiple of parallelism.local_steps = {local_steps}"
+        raise ConfigError(f"{name} = {interval}: must be {needed}")
+
+
+def _check_schedule(config: Config, run_folder: Path) -> None:
+    """Say that a schedule was shrunk to fit. Raises ConfigError if it would be shrunk in the middle of a run."""
+    schedule, steps = config.lr_scheduler, config.training.steps
+    fitted = fit_schedule(schedule, steps)
+    if fitted == schedule:
+        return
+    both = f"warmup_steps = {schedule.warmup_steps} and a decay of {decay_length(steps, schedule)} steps"
+    misfit = f"lr_scheduler.{both} do not fit in training.steps = {steps}"
+    first = config
+    file = run_folder / "config.toml"
+    if file.is_file():
+        first = settings.from_dict(settings.read_recorded(file.read_bytes(), file))
+    is_changed = first.lr_scheduler != schedule or first.training.steps != steps
+    if config.checkpoint.branch_from or is_changed:
+        raise ConfigError(f"{misfit}, and only a new run may shrink them")
+    logger.info(f"{misfit}: in this run they are {fitted.warmup_steps} and {decay_length(steps, fitted)}")
 
 
 def _check_decays(optimizer: settings.Optimizer) -> None:
     """Refuse running means that would hardly move in bfloat16, of any group. Raises ConfigError."""
     decays: dict[str, float] = {}
     for group in (*optimizer.groups, ParameterGroup()):  # the last one is for weights that no other pattern matches
-        own = f"optimizer.groups: betas of {group.pattern!r}"
-        decays |= {f"{own}[{i}]": beta for i, beta in enumerate(group.betas)}
-        kind = group.kind or optimizer.name
-        if kind == "muon" and not group.betas:
-            decays["optimizer.momentum"] = optimizer.momentum
-        if group.kind != "muon" and not group.betas:  # Muon leaves to AdamW what is no matrix of a layer
-            decays |= {"optimizer.beta1": optimizer.beta1, "optimizer.beta2": optimizer.beta2}
+        for i, beta in enumerate(group.betas):
+            decays[f"optimizer.groups: betas of {group.pattern!r}[{i}]"] = beta
+        if not group.betas:
+            if (group.kind or optimizer.name) == "muon":
+                decays["optimizer.momentum"] = optimizer.momentum
+            if group.kind != "muon":  # Muon leaves to AdamW what is no matrix of a layer
+                decays["optimizer.beta1"] = optimizer.beta1
+                decays["optimizer.beta2"] = optimizer.beta2
         if group.pattern == "*":
             break  # later groups get no weights
     for name, decay in decays.items():
@@ -78,31 +97,47 @@ def build_groups(
     of the layers and AdamW the rest. Raises ConfigError for Muon of what is no matrix and, if these are all weights of
     the `whole` model, for a pattern without a match.
     """
+    patterns = [*settings.groups, ParameterGroup()]  # the last one is for weights that no other pattern matches
+    matched = set()
     groups: dict[tuple[int, str, float], dict[str, Any]] = {}
     for name, weight in weights:
         name = re.sub(WRAPPER_PREFIXES, "", name)
-        matches = (i for i, group in enumerate(settings.groups) if fnmatchcase(name, group.pattern))
-        number = next(matches, len(settings.groups))
-        group = [*settings.groups, ParameterGroup()][number]
-        is_inner = weight.ndim == 2 and name.startswith("layers.")
-        kind = group.kind or (settings.name if is_inner else "adamw")
-        if kind == "muon" and weight.ndim != 2:
-            raise ConfigError(f'optimizer.groups: {group.pattern!r} has kind = "muon", but {name} is no matrix')
-        if group.betas and len(group.betas) != (needed := 1 if kind == "muon" else 2):
-            raise ConfigError(
-                f"optimizer.groups: betas = {list(group.betas)} of {group.pattern!r}: {kind} has {needed}"
-            )
-        decay = group.weight_decay if group.weight_decay >= 0 else settings.weight_decay if weight.ndim >= 2 else 0.0
-        first = settings.momentum if kind == "muon" else settings.beta1
-        shared = {
-            "kind": kind, "pattern": group.pattern, "lr": settings.lr * group.lr, "factor": group.lr,
-            "weight_decay": decay, "betas": tuple(group.betas) or (first, settings.beta2), "eps": settings.eps,
-        }  # fmt: skip
-        groups.setdefault((number, kind, decay), {"params": [], **shared})["params"].append(weight)
-    for number, group in enumerate(settings.groups):
-        if whole and not any(number == key[0] for key in groups):
-            raise ConfigError(f"optimizer.groups: {group.pattern!r} matches no weight that an earlier pattern leaves")
+        number = next(i for i, group in enumerate(patterns) if fnmatchcase(name, group.pattern))
+        matched.add(number)
+        fields = _group_fields(name, weight, patterns[number], settings)
+        group = groups.setdefault((number, fields["kind"], fields["weight_decay"]), {"params": [], **fields})
+        group["params"].append(weight)
+    for number, asked in enumerate(settings.groups):
+        if whole and number not in matched:
+            raise ConfigError(f"optimizer.groups: {asked.pattern!r} matches no weight that an earlier pattern leaves")
     return list(groups.values())
+
+
+def _group_fields(name: str, weight: Tensor, group: ParameterGroup, settings: settings.Optimizer) -> dict[str, Any]:
+    """What an optimizer must know of a weight that the pattern of `group` matches. Raises ConfigError."""
+    kind = group.kind or "adamw"
+    if not group.kind and weight.ndim == 2 and name.startswith("layers."):
+        kind = settings.name
+    if kind == "muon" and weight.ndim != 2:
+        raise ConfigError(f'optimizer.groups: {group.pattern!r} has kind = "muon", but {name} is no matrix')
+    decay = group.weight_decay
+    if decay < 0:
+        decay = settings.weight_decay if weight.ndim >= 2 else 0.0
+    betas: tuple[float, ...] = (settings.beta1, settings.beta2)
+    if kind == "muon":
+        betas = (settings.momentum,)
+    if group.betas and len(group.betas) != len(betas):
+        asked = f"betas = {list(group.betas)} of {group.pattern!r}"
+        raise ConfigError(f"optimizer.groups: {asked}: {kind} has {len(betas)}")
+    return {
+        "kind": kind,
+        "pattern": group.pattern,
+        "lr": settings.lr * group.lr,
+        "factor": group.lr,
+        "weight_decay": decay,
+        "betas": tuple(group.betas) or betas,
+        "eps": settings.eps,
+    }
 
 
 def summarize_groups(model: nn.Module, optimizer: settings.Optimizer) -> list[str]:
@@ -110,28 +145,14 @@ def summarize_groups(model: nn.Module, optimizer: settings.Optimizer) -> list[st
     names = {id(weight): re.sub(r"\.\d+\.", ".*.", name) for name, weight in model.named_parameters()}
     lines = []
     for group in build_groups(model.named_parameters(), optimizer, whole=True):
-        kinds = sorted({names[id(weight)] for weight in group["params"]})
-        which = ", ".join(kinds[:2]) + (f" and {len(kinds) - 2} more" if len(kinds) > 2 else "")
-        numbers, rate = sum(weight.numel() for weight in group["params"]), f"lr {group['lr']:g}"
-        kind, decay = group["kind"], f"decay {group['weight_decay']:g}"
-        lines.append(
-            f"optimizer: {kind}, {rate}, {decay}: {len(group['params'])} weights, {numbers:,} numbers: {which}"
-        )
+        weights = group["params"]
+        which = sorted({names[id(weight)] for weight in weights})
+        if len(which) > 2:
+            which = [*which[:2], f"{len(which) - 2} more"]
+        numbers = sum(weight.numel() for weight in weights)
+        settings = f"{group['kind']}, lr {group['lr']:g}, decay {group['weight_decay']:g}"
+        lines.append(f"optimizer: {settings}: {len(weights)} weights, {numbers:,} numbers: {', '.join(which)}")
     return lines if optimizer.groups or optimizer.name != "adamw" else []
-
-
-class AdamW(torch.optim.AdamW):
-    """torch's, with a state that can be allocated before the first step."""
-
-    def allocate_state(self) -> None:
-        """Give every weight the state that its first step would begin with, for a load to fill."""
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.requires_grad and not self.state[weight]:
-                    state = self.state[weight]
-                    state["step"] = torch.zeros((), device=weight.device if group["fused"] else None)
-                    state["exp_avg"] = torch.zeros_like(weight)
-                    state["exp_avg_sq"] = torch.zeros_like(weight)
 
 
 def build_optimizer(
@@ -140,30 +161,37 @@ def build_optimizer(
     compile: settings.Compile | None = None,
     group: dist.ProcessGroup | None = None,
     param_dtype: str = "float32",
-) -> AdamW | GroupedOptimizer:
-    """AdamW (Loshchilov and Hutter 2019) or, for some of the weights, Muon. `group`: ranks that update together.
+) -> GroupedOptimizer:
+    """AdamW (Loshchilov and Hutter 2019) and, for some of the weights, Muon. `group`: ranks that update together.
 
     Muon orthogonalizes in `param_dtype`, in which the model's matmuls compute: bfloat16 suffices for Newton-Schulz.
-
-    AdamW alone is torch's fused kernel, which refuses bfloat16 states. Otherwise it is our own, compiled if the model
-    is.
     """
-    groups = build_groups(((n, p) for part in parts for n, p in part.named_parameters() if p.requires_grad), optimizer)
-    if optimizer.state_dtype == "float32" and all(group["kind"] == "adamw" for group in groups):
-        return AdamW(groups, fused=True)
-    dtypes = getattr(torch, optimizer.state_dtype), getattr(torch, param_dtype)
-    return GroupedOptimizer(groups, *dtypes, compile or settings.Compile(), group)
+    weights = []
+    for part in parts:
+        weights += [(name, weight) for name, weight in part.named_parameters() if weight.requires_grad]
+    state_dtype = getattr(torch, optimizer.state_dtype)
+    muon_dtype = getattr(torch, param_dtype)
+    compile = compile or settings.Compile()
+    return GroupedOptimizer(build_groups(weights, optimizer), state_dtype, muon_dtype, compile, group)
 
 
-def state_allocator(optimizer: Any) -> Callable[[], None]:
-    """What gives every weight its state, for a load to fill: the optimizer's own method.
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every weight the state that its first step would begin with, for a load to fill.
 
-    For one of torch's that a fork builds, without such a method, a step with gradients and rates of 0.
+    An optimizer of torch's, as a fork may build, takes a step for it, with gradients and rates of 0.
     """
-    own = getattr(optimizer, "allocate_state", None)
-    if own is not None:
-        return own
-    return partial(_init_optim_state, optimizer)
+    if isinstance(optimizer, GroupedOptimizer):
+        optimizer.allocate_state()
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for weight in group["params"]:
+            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 class OuterOptimizer:
@@ -175,32 +203,37 @@ class OuterOptimizer:
     but only once in many steps. The momentum is part of the state of `optimizer`, and so of checkpoints.
     """
 
-    def __init__(
-        self, optimizer: AdamW | GroupedOptimizer, islands: DeviceMesh, parallelism: settings.Parallelism, steps: int
-    ):
-        self.optimizer, self.islands, self.steps = optimizer, islands, steps
-        self.lr, self.momentum = parallelism.outer_lr, parallelism.outer_momentum
-        self.local_steps = parallelism.local_steps
+    def __init__(self, optimizer: torch.optim.Optimizer, islands: DeviceMesh, lr: float, momentum: float):
+        self.optimizer = optimizer
+        self.islands = islands
+        self.lr = lr
+        self.momentum = momentum
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.anchors: list[Tensor] = []  # the weights of the last meeting
         self.steps_alone = 0
-        optimizer.register_step_post_hook(self._count_step)
+
+    def begin(self) -> None:
+        """Note the weights, which all islands share after a load and before any step."""
+        self.anchors = [local(parameter).clone() for parameter in self.parameters]
+
+    def count_step(self) -> None:
+        """Note that each island has updated its weights."""
+        self.steps_alone += 1
 
     @torch.no_grad()
-    def meet(self, step: int) -> None:
-        """Bring the islands to the same weights, if that is due and they have trained since they met. Collective.
-
-        The first call, after a load and before any step, finds them with the same weights.
-        """
-        if not self.anchors:
-            self.anchors = [local(parameter).clone() for parameter in self.parameters]
-        if not (self.steps_alone and due(step, self.local_steps, self.steps)):
+    def meet(self) -> None:
+        """Bring the islands to the same weights, if they have trained since they met. Collective."""
+        if self.steps_alone == 0:
             return
+        self._allocate_momentum()
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
-            weights, state = local(parameter), self.optimizer.state[parameter]
-            way = _mean_of_islands(anchor - weights, self.islands)
-            momentum = local(state["outer_momentum"]).mul_(self.momentum).add_(way)
-            weights.copy_(anchor.sub_(way.add_(momentum, alpha=self.momentum), alpha=self.lr))
+            weights = local(parameter)
+            state = self.optimizer.state[parameter]
+            change = _mean_of_islands(anchor - weights, self.islands)
+            momentum = local(state["outer_momentum"])
+            momentum.mul_(self.momentum).add_(change)
+            anchor.sub_(change.add_(momentum, alpha=self.momentum), alpha=self.lr)
+            weights.copy_(anchor)
             for name in sorted(state):
                 if name != "outer_momentum" and state[name].ndim > 0:  # AdamW's means; not its step
                     _mean_of_islands(local(state[name]), self.islands)
@@ -208,11 +241,7 @@ class OuterOptimizer:
 
     def allocate_state(self) -> None:
         """Give every weight the state of the optimizer and the outer momentum, for a load to fill."""
-        self.optimizer.allocate_state()
-        self._allocate_momentum()
-
-    def _count_step(self, *_: Any) -> None:
-        self.steps_alone += 1
+        allocate_state(self.optimizer)
         self._allocate_momentum()
 
     def _allocate_momentum(self) -> None:
@@ -231,7 +260,8 @@ def _mean_of_islands(value: Tensor, islands: DeviceMesh) -> Tensor:
 def fit_schedule(schedule: settings.LRScheduler, steps: int) -> settings.LRScheduler:
     """The schedule. If warm-up and decay take more than all steps, as in a short trial, both shrink in proportion."""
     decay_steps = decay_length(steps, schedule)
-    if (both := schedule.warmup_steps + decay_steps) <= steps:
+    both = schedule.warmup_steps + decay_steps
+    if both <= steps:
         return schedule
     warmup_steps = schedule.warmup_steps * steps // both
     return dataclasses.replace(schedule, warmup_steps=warmup_steps, decay_steps=steps - warmup_steps)
@@ -248,11 +278,16 @@ def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRSched
     schedule = fit_schedule(schedule, steps)
     if step <= schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
-    shape, decay_steps = schedule.decay, decay_length(steps, schedule)
-    if schedule.schedule == "cosine":
-        shape = "cosine"
-    done = max(0.0, 1 - (steps - step) / decay_steps) if decay_steps else 0.0
-    share = {"linear": 1 - done, "sqrt": 1 - math.sqrt(done), "cosine": 0.5 * (1 + math.cos(math.pi * done))}[shape]
+    decay_steps = decay_length(steps, schedule)
+    done = 0.0  # share of the decay
+    if decay_steps:
+        done = max(0.0, 1 - (steps - step) / decay_steps)
+    if schedule.schedule == "cosine" or schedule.decay == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * done))
+    elif schedule.decay == "sqrt":
+        share = 1 - math.sqrt(done)
+    else:
+        share = 1 - done
     return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * share)
 
 
@@ -260,7 +295,9 @@ def decay_length(steps: int, schedule: settings.LRScheduler) -> int:
     """Steps at the end of a run in which the rate falls."""
     if schedule.schedule == "wsd":
         return schedule.decay_steps or round(schedule.decay_fraction * steps)
-    return max(0, steps - schedule.warmup_steps) if schedule.schedule == "cosine" else 0
+    if schedule.schedule == "cosine":
+        return max(0, steps - schedule.warmup_steps)
+    return 0
 
 
 def due(step: int, interval: int, steps: int) -> bool:
@@ -287,7 +324,8 @@ def clip_grad_norm_(
     clips by its own, and returns their mean. If it is not finite, gradients may be NaN or 0 afterwards, and the loop
     must find it.
     """
-    norm = nn.utils.get_total_norm([_with_same_norm(p.grad) for p in parameters if p.grad is not None])
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm([_with_same_norm(grad) for grad in grads])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
     if pp is not None and pp.size() > 1:
@@ -296,7 +334,9 @@ def clip_grad_norm_(
         norm = squared.sqrt()
     if max_norm > 0:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return _mean_of_islands(norm, islands) if islands else norm
+    if islands is not None:
+        norm = _mean_of_islands(norm, islands)
+    return norm
 
 
 def _with_same_norm(grad: Tensor) -> Tensor:
@@ -314,8 +354,9 @@ def _with_same_norm(grad: Tensor) -> Tensor:
         norms = torch.linalg.vector_norm(grad, dim=-1)
     else:
         flat = grad.reshape(-1)
-        pieces = flat[: len(flat) // PIECE * PIECE].view(-1, PIECE)
-        norms = torch.cat((torch.linalg.vector_norm(pieces, dim=1), flat[pieces.numel() :].norm()[None]))
+        whole = len(flat) // PIECE * PIECE
+        norms = torch.linalg.vector_norm(flat[:whole].view(-1, PIECE), dim=1)
+        norms = torch.cat((norms, flat[whole:].norm()[None]))
     return torch.linalg.vector_norm(norms, dtype=torch.float64)[None].to(grad.dtype)
 
 

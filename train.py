@@ -34,13 +34,13 @@ from models.init import init_weights
 from models.weights import build_refresh
 from optim import (
     OuterOptimizer,
+    allocate_state,
     build_optimizer,
     check_optim,
     clip_grad_norm_,
     due,
     learning_rate,
     set_learning_rate,
-    state_allocator,
     summarize_groups,
 )
 from parallel.device import choose_param_dtype, device_type
@@ -78,13 +78,15 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     """
     config = choose_param_dtype(config)
     environment = launch_environment()
-    rank, world_size = environment.rank, environment.world_size
+    rank = environment.rank
     configure_logging(config.metrics.log_ranks, rank)
-    dims, chunks = ParallelDims.from_config(config.parallelism, world_size), loss_chunks(config)
+    dims = ParallelDims.from_config(config.parallelism, environment.world_size)
+    chunks = loss_chunks(config)
     with file_errors():
         data = DataLoader(config, dims.dp_rank(rank), dims.dp, pin_memory=device_type() != "cpu")
         config = data.settle(config)
-        training, steps = config.training, config.training.steps
+        training = config.training
+        steps = training.steps
         spec, flavor = find_model(config.model, data.vocab_size)
         identity = {"name": config.model.name, **dataclasses.asdict(flavor)}
         check_start(config, environment, data, spec, flavor, identity)
@@ -92,8 +94,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     check_loss(config)
     spec.check_replacements(model, config, chunks)
     if config.float8.enable:
-        logger.info(f"float8: {summarize(*convert_to_float8(model, config.float8, dims.tp, dims.shards))}")
-
+        converted = convert_to_float8(model, config.float8, dims.tp, dims.shards)
+        logger.info(f"float8: {summarize(*converted)}")
     groups = summarize_groups(model, config.optimizer)
 
     def check_places_of_run(folder: Path) -> list[str]:  # on rank 0, before a byte is written
@@ -104,37 +106,50 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
 
     with TrainingRun(config, environment, dims, data, identity, check_places_of_run) as run:
         # -- model, optimizer, checkpoint
-        device, mesh, watchdog = run.device, run.mesh, run.watchdog
+        device = run.device
+        mesh = run.mesh
+        watchdog = run.watchdog
         n_parameters = sum(parameter.numel() for parameter in model.parameters())
         flops = model.flops_per_token(training.seq_len)  # type: ignore[operator]
         size = f"{n_parameters:,} parameters, in {training.param_dtype}"
-        for line in (f"model {config.model.name} {config.model.flavor}: {size}", *groups, data.describe(steps)):
+        logger.info(f"model {config.model.name} {config.model.flavor}: {size}")
+        for line in (*groups, data.describe(steps)):
             logger.info(line)
         parts = spec.apply_parallelism(model, mesh, config)
         set_timeout(config.comm.init_timeout_seconds)
         del model  # a pipeline holds only parts of it
+        host = torch.device("cpu")
         for part in parts:
-            home = torch.device("cpu") if config.parallelism.cpu_offload else device
-            init_weights(part, home, config.run.seed, watchdog.alive)
+            init_weights(part, host if config.parallelism.cpu_offload else device, config.run.seed, watchdog.alive)
         loss_fn = build_loss(config.compile, mesh, training.z_loss)
-        other_names = term_names(training.z_loss)
-        chunked = build_chunked_loss(config.compile, mesh, chunks, training.z_loss) if chunks > 1 else None
+        chunked = None
+        if chunks > 1:
+            chunked = build_chunked_loss(config.compile, mesh, chunks, training.z_loss)
         compute = build_compute(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
         parameters = [parameter for part in parts for parameter in part.parameters()]
         group = dims.build_update_group() if groups else None
         optimizer = build_optimizer(parts, config.optimizer, config.compile, group, training.param_dtype)
-        islands = OuterOptimizer(optimizer, mesh.islands, config.parallelism, steps) if mesh.islands else None
-        refresh_weights = build_refresh(parts, config, islands.meet if islands else None)
+        allocate: Callable[[], None] = partial(allocate_state, optimizer)
+        islands = None
+        if mesh.islands is not None:
+            outer = config.parallelism
+            islands = OuterOptimizer(optimizer, mesh.islands, outer.outer_lr, outer.outer_momentum)
+            allocate = islands.allocate_state
+        refresh_weights = build_refresh(parts, config)
         checkpoint = CheckpointManager(
-            config, run.folder, parts, optimizer, data, identity, state_allocator(islands or optimizer),
+            config, run.folder, parts, optimizer, data, identity, allocate,
             start=run.this_start, on_commit=run.saved, on_progress=watchdog.alive, section=watchdog.section,
         )  # fmt: skip
         step = checkpoint.load()
-        refresh_weights(step)
+        if islands:
+            islands.begin()
+        refresh_weights()
         guard = BadSteps(config.failures, run.folder, step, config.checkpoint.enable, checkpoint.last_saved)
         run.start_steps(step, checkpoint.ranks)
-        tokens = data.tokens_per_step
-        metrics = MetricsLogger(config, run.folder, rank, world_size, device, step, flops, tokens, run.writing)
+        metrics = MetricsLogger(
+            config, run.folder, rank, environment.world_size, device, step, flops, data.tokens_per_step, run.writing
+        )
+        names = term_names(training.z_loss)
 
         # -- the loop
         while step < steps and not run.asked_to_stop():
@@ -146,16 +161,21 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             total = sum_losses(run.forward_backward(compute, batches, n_tokens), dims, device)
             loss, *other_terms = total.reshape(-1)  # the cross-entropy, and what else the loss has
             grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp, mesh.islands).to(device)
-            rates = set_learning_rate(optimizer, learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler))
+            lr = learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler)
+            rates = set_learning_rate(optimizer, lr)
             if guard.accepts(step, loss, grad_norm):
                 checkpoint.wait_for_copies()  # a save in the background still reads weights and moments
                 with watchdog.section("optimizer"):
                     optimizer.step()
-                terms = dict(zip(other_names, other_terms, strict=True))
+                if islands:
+                    islands.count_step()
+                terms = dict(zip(names, other_terms, strict=True))
                 metrics.add(step, loss, grad_norm, rates, data.wait_seconds, terms)
             else:  # no update; everything else goes on
                 metrics.log_skipped(step, data.tokens_seen)
-            refresh_weights(step)
+            if islands and due(step, config.parallelism.local_steps, steps):
+                islands.meet()
+            refresh_weights()
             optimizer.zero_grad()
 
             # From here on the host waits for the device, but only when something is due.
@@ -168,7 +188,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             checkpoint.check()  # raise a background save's error at once
             if due(step, config.validation.interval, steps):
                 metrics.check_finite()
-                metrics.log_validation(step, validate_all(run, parts, compute, step), data.tokens_seen)
+                figures = validate_all(run, parts, compute, step)
+                metrics.log_validation(step, figures, data.tokens_seen)
                 show_sample(run, parts)
                 metrics.restart_clock()
             run.end(step)
@@ -177,8 +198,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         # -- the end
         run.end_steps(step)
         metrics.check_finite()
-        if step < steps:
-            refresh_weights(steps)  # islands that have trained since they met meet now
+        if islands:
+            islands.meet()  # those that have trained since they met
         checkpoint.finish(step)  # saves if the run stopped between two saves
         checkpoint.wait()
         data.close()

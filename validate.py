@@ -7,7 +7,7 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import config as settings
 from config import Config, ConfigError, command_line
-from data.loader import validation_batches
+from data.loader import Batch, validation_batches
 from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
 from generate import Request, TextStream, check_prompt, generate
@@ -39,11 +39,13 @@ def validation_sets(config: Config) -> dict[str, Config]:
     urls = config.validation.datasets
     if not urls:
         return {"": config}
-    names = tuple(url.rstrip("/").rpartition("/")[2] for url in urls)
-    return {
-        name: replace(config, data=replace(config.data, datasets=(url,), weights=()))
-        for name, url in zip(names if len(set(names)) == len(urls) else urls, urls, strict=True)
-    }
+    names = [url.rstrip("/").rpartition("/")[2] for url in urls]
+    if len(set(names)) < len(urls):
+        names = list(urls)
+    sets = {}
+    for name, url in zip(names, urls, strict=True):
+        sets[name] = replace(config, data=replace(config.data, datasets=(url,), weights=()))
+    return sets
 
 
 @torch.no_grad()
@@ -55,42 +57,66 @@ def validate_all(run: TrainingRun, parts: list[nn.Module], compute: Compute, ste
     """
     if not run.config.validation.enable:
         return {}
-    dims, figures = run.dims, dict[str, float]()
+    dims = run.dims
     lengths = torch.from_numpy(run.data.tokenizer.byte_lengths).to(run.device)
+
+    def forward(tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        terms = compute.forward(tokens, labels, positions)
+        return terms.reshape(-1)[0] / dims.tp  # the cross-entropy, which all ranks of tp computed
+
+    figures: dict[str, float] = {}
     for name, held_out in validation_sets(run.config).items():
         batches = validation_batches(held_out, dims.dp_rank(run.environment.rank), dims.dp)  # as many on every rank
-        total = torch.zeros(3, dtype=torch.float64, device=run.device)  # summed loss, tokens, their bytes
         with run.watchdog.section("validation"), _no_training(parts):
-            for batch in run.watchdog.follow(batches):
-                if run.asked_to_stop():
-                    logger.info(f"step {step}: not validated to the end, since the run is to stop")
-                    return {}
-                tokens, labels, positions = batch.to(run.device)
-                total[0] += compute.forward(tokens, labels, positions).reshape(-1)[0] / dims.tp  # the cross-entropy
-                total[1:] += _count(labels, lengths)
+            total = sum_batches(run.watchdog.follow(batches), forward, lengths, run.device, run.asked_to_stop)
+        if total is None:
+            logger.info(f"step {step}: not validated to the end, since the run is to stop")
+            return {}
         dist.all_reduce(total)
         total[1:] /= dims.copies
         if not total[1]:
             logger.info(f"step {step}: not validated: {_no_label(held_out)}")
             continue
-        figures |= {f"{key}/{name}".rstrip("/"): value for key, value in _mean_figures(*total.tolist()).items()}
+        for key, value in _mean_figures(total).items():
+            figures[f"{key}/{name}".rstrip("/")] = value
     return figures
 
 
-def _count(labels: Tensor, byte_lengths: Tensor) -> Tensor:
-    """[tokens, bytes of their text] of the labels that are not IGNORED."""
-    counted = labels != IGNORED
-    return torch.stack((counted.sum(), (byte_lengths[labels.clamp(min=0)] * counted).sum()))
+def sum_batches(
+    batches: Iterable[Batch],
+    forward: Callable[..., Tensor],
+    byte_lengths: Tensor,
+    device: torch.device,
+    asked_to_stop: Callable[[], bool] = lambda: False,
+) -> Tensor | None:
+    """[loss in nats, tokens that have one, bytes of their text] of this rank's batches; None if asked to stop.
+
+    `forward(tokens, labels, positions)` returns the summed loss. Added up in float64: float32 would lose digits of a
+    long set.
+    """
+    total = torch.zeros(3, dtype=torch.float64, device=device)
+    for batch in batches:
+        if asked_to_stop():
+            return None
+        tokens, labels, positions = batch.to(device)
+        is_counted = labels != IGNORED
+        total[0] += forward(tokens, labels, positions)
+        total[1] += is_counted.sum()
+        total[2] += (byte_lengths[labels.clamp(min=0)] * is_counted).sum()
+    return total
 
 
 def _no_label(held_out: Config) -> str:
     return f"no held-out token of {', '.join(held_out.data.datasets)} is one to train on, as answers are"
 
 
-def _mean_figures(nats: float, tokens: float, n_bytes: float) -> dict[str, float]:
+def _mean_figures(total: Tensor) -> dict[str, float]:
     """The mean loss and, where bytes are known, bits per byte."""
-    loss = {"validation_loss": nats / tokens}
-    return loss | ({"bits_per_byte": nats / math.log(2) / n_bytes} if n_bytes else {})
+    nats, tokens, n_bytes = total.tolist()
+    figures = {"validation_loss": nats / tokens}
+    if n_bytes:
+        figures["bits_per_byte"] = nats / math.log(2) / n_bytes
+    return figures
 
 
 @contextmanager
@@ -144,25 +170,25 @@ def sample_text(
 
 
 @torch.no_grad()
-def measure(trained: Trained, config: Config) -> tuple[float, int, int]:
-    """(summed loss in nats, tokens, their bytes) of a trained model on the held-out documents of `config.data`.
+def measure(trained: Trained, config: Config) -> Tensor:
+    """What `sum_batches` adds up, of a trained model on the held-out documents of `config.data`.
 
-    Summed in float64: float32 would lose digits of a long set.
-
-    Raises DataError for data that was made with another tokenizer than the model's.
+    Raises DataError for data that was made with another tokenizer than the model's, or without a trained token.
     """
     for url in config.data.datasets:
         made_by = open_dataset(url, config).tokenizer_fingerprint
         if made_by != trained.tokenizer.fingerprint:
             raise DataError(f"{url}: was made with tokenizer {made_by}, the model's is {trained.tokenizer.fingerprint}")
     lengths = torch.from_numpy(trained.tokenizer.byte_lengths).to(trained.device)
-    summed = torch.zeros((), dtype=torch.float64, device=trained.device)
-    count = torch.zeros(2, dtype=torch.int64, device=trained.device)
-    for batch in validation_batches(config, 0, 1):
-        tokens, labels, positions = batch.to(trained.device)
-        summed += cross_entropy(trained.model(tokens, positions), labels)
-        count += _count(labels, lengths)
-    return float(summed), *count.tolist()
+
+    def forward(tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
+        return cross_entropy(trained.model(tokens, positions), labels)
+
+    total = sum_batches(validation_batches(config, 0, 1), forward, lengths, trained.device)
+    assert total is not None
+    if not total[1]:
+        raise DataError(_no_label(config))
+    return total
 
 
 def as_packed(config: Config, seq_len: int | None, recorded: bool) -> Config:
@@ -195,26 +221,29 @@ def main(argv: list[str]) -> None:
     trained = load_from_arguments(arguments)
     values = settings.read_recorded(trained.manifest.get("config", "").encode(), trained.place)
     recorded = "seq_len" in values.get("training", {})
-    given = {
-        "validation": {"max_samples": arguments.max_samples},
-        "training": {"seq_len": arguments.seq_len, "local_batch_size": arguments.batch_size},
-    }
-    for section, fields in given.items():
-        values.setdefault(section, {}).update({key: value for key, value in fields.items() if value is not None})
+    if arguments.max_samples is not None:
+        values.setdefault("validation", {})["max_samples"] = arguments.max_samples
+    if arguments.seq_len is not None:
+        values.setdefault("training", {})["seq_len"] = arguments.seq_len
+    if arguments.batch_size is not None:
+        values.setdefault("training", {})["local_batch_size"] = arguments.batch_size
     config = settings.from_dict(values)
-    datasets = arguments.datasets or (values.get("data") and (config.validation.datasets or config.data.datasets))
+    datasets = arguments.datasets
+    if not datasets and values.get("data"):
+        datasets = config.validation.datasets or config.data.datasets
     if not datasets:
         raise ConfigError(f"{arguments.place}: no run says which datasets to measure; name them with --datasets")
     config = replace(config, validation=replace(config.validation, datasets=tuple(datasets)))
-    sets = {name: as_packed(own, arguments.seq_len, recorded) for name, own in validation_sets(config).items()}
-    for name, held_out in sets.items():
-        counts = measure(trained, held_out)
-        if not counts[1]:
-            raise DataError(_no_label(held_out))
-        figures = _mean_figures(*counts)
-        loss, bits = figures["validation_loss"], figures.get("bits_per_byte")
-        line = f"{name}  loss {loss:.4f}  perplexity {math.exp(loss):.3f}  {counts[1]:,} tokens"
-        print(line + (f"  {bits:.4f} bits per byte" if bits else ""), flush=True)
+    sets = validation_sets(config)
+    packed = {name: as_packed(sets[name], arguments.seq_len, recorded) for name in sets}  # refuses before measuring
+    for name, held_out in packed.items():
+        total = measure(trained, held_out)
+        figures = _mean_figures(total)
+        loss = figures["validation_loss"]
+        line = f"{name}  loss {loss:.4f}  perplexity {math.exp(loss):.3f}  {int(total[1]):,} tokens"
+        if "bits_per_byte" in figures:
+            line += f"  {figures['bits_per_byte']:.4f} bits per byte"
+        print(line, flush=True)
 
 
 if __name__ == "__main__":

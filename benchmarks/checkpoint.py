@@ -30,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ from checkpoint.manager import LOWEST_PRIORITY, CheckpointManager
 from checkpoint.retention import committed
 from checkpoint.state import model_tensors, optimizer_tensors
 from config import Checkpoint, Config
-from optim import AdamW
+from optim import allocate_state
 from storage import open_store
 from tests.harness import run_ranks
 from tests.s3.fault_proxy import fault_proxy
@@ -83,14 +84,20 @@ def build(layers: int, dim: int, url: str, **settings: Any) -> tuple[CheckpointM
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = AdamW(model.parameters(), fused=True)
-    optimizer.allocate_state()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    allocate_state(optimizer)
     for state in optimizer.state.values():
         state["exp_avg"].to_local().normal_()
         state["exp_avg_sq"].to_local().normal_()
     config = Config(checkpoint=Checkpoint(folder=url, keep=1, **settings))
     manager = CheckpointManager(
-        config, Path("unused"), [model], optimizer, Data(), identity={}, allocate_state=optimizer.allocate_state
+        config,
+        Path("unused"),
+        [model],
+        optimizer,
+        Data(),
+        identity={},
+        allocate_state=partial(allocate_state, optimizer),
     )
     state = {"model": model_tensors([model]), "optimizer": optimizer_tensors([model], optimizer)}
     tensors = [*state["model"].values(), *state["optimizer"].values()]

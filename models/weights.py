@@ -13,22 +13,17 @@ from float8.fsdp import build_cast, precompute_scales
 from parallel.gradients import build_add
 
 
-def build_refresh(
-    parts: list[nn.Module], config: Config, meet: Callable[[int], None] | None = None
-) -> Callable[[int], None]:
-    """Build a function to call after the update of a step, and after a load.
+def build_refresh(parts: list[nn.Module], config: Config) -> Callable[[], None]:
+    """Build a function to call whenever the weights have changed: after an update, and after a load.
 
-    First islands meet by `meet(step)`, if they are to. Then copies and scales are refreshed: otherwise FSDP2 would
-    cast weights to float8 by old scales, and a rank alone would compute with old copies.
+    Otherwise FSDP2 would cast weights to float8 by old scales, and a rank alone would compute with old copies.
     """
     cast, add = build_cast(getattr(torch, config.training.param_dtype), config.compile), build_add(config.compile)
     casts = config.training.param_dtype != "float32" or gathers_float8(config.float8)
     # A rank alone, without FSDP2, then casts its weights once a step, not at each use in each microbatch.
     keeps_copies = casts and (config.float8.enable or not config.parallelism.reshard_after_forward)
 
-    def refresh(step: int) -> None:
-        if meet:
-            meet(step)
+    def refresh() -> None:
         precompute_scales(parts, config)
         for part in parts:
             if keeps_copies and not isinstance(part, FSDPModule):

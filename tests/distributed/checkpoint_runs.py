@@ -1,6 +1,7 @@
 """A small training run with checkpoints, in the shapes of parallelism there are: what the checkpoint tests train."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +17,7 @@ from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import Manifest
 from checkpoint.owner import new_start
 from config import Checkpoint, Comm, Config, Training
-from optim import AdamW
+from optim import allocate_state
 
 IDENTITY = {"name": "tower", "dim": 12, "layers": [2, 2]}
 
@@ -74,7 +75,7 @@ class Run:
             fully_shard(self.model, mesh=mesh)
         decayed = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim <= 1]
-        self.optimizer = AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+        self.optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
         self.data = Counter()
         torch.manual_seed(1000 + (dist.get_rank() if dist.is_initialized() else 0))
         config = Config(
@@ -89,7 +90,7 @@ class Run:
             optimizer=self.optimizer,
             dataloader=self.data,
             identity=IDENTITY,
-            allocate_state=self.optimizer.allocate_state,
+            allocate_state=partial(allocate_state, self.optimizer),
             start=new_start(run_folder, job),
         )
 
@@ -147,9 +148,15 @@ def load_run(folder: str, mesh_shape: Sequence[int]) -> Any:
 def load_model(place: str | Path, model: nn.Module) -> Manifest:
     """What `checkpoint.initial_load` gives a model, whatever its identity; the manifest of the checkpoint it took."""
     config = Config(checkpoint=Checkpoint(enable=False, initial_load=str(place)))
-    optimizer = AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
     manager = CheckpointManager(
-        config, Path("unused"), [model], optimizer, Counter(), identity={}, allocate_state=optimizer.allocate_state
+        config,
+        Path("unused"),
+        [model],
+        optimizer,
+        Counter(),
+        identity={},
+        allocate_state=partial(allocate_state, optimizer),
     )
     with patch("checkpoint.loading.check_identity") as check:
         assert manager.load() == 0

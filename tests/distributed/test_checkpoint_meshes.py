@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -22,7 +23,7 @@ from checkpoint.manifest import METADATA, read_small, unpickle_metadata
 from checkpoint.retention import committed
 from checkpoint.state import model_tensors, optimizer_tensors
 from config import Checkpoint, Config
-from optim import AdamW
+from optim import allocate_state
 from storage import open_store
 from tests.distributed import checkpoint_runs
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, same
@@ -95,8 +96,8 @@ def build(folder, parallelize, seed):
     model = Tower(DIM, DIM)
     moments = {name: torch.randn_like(value) for name, value in model.named_parameters()}
     parts = parallelize(model)
-    optimizer = AdamW([p for part in parts for p in part.parameters()])
-    optimizer.allocate_state()
+    optimizer = torch.optim.AdamW([p for part in parts for p in part.parameters()])
+    allocate_state(optimizer)
     for name, value in optimizer_tensors(parts, optimizer).items():
         parameter, _, key = name.rpartition(".")
         if key == "step":
@@ -114,7 +115,7 @@ def build(folder, parallelize, seed):
         optimizer=optimizer,
         dataloader=checkpoint_runs.Counter(),
         identity=IDENTITY,
-        allocate_state=optimizer.allocate_state,
+        allocate_state=partial(allocate_state, optimizer),
     )
     return manager, parts, optimizer
 
@@ -206,11 +207,11 @@ def test_stages_of_a_pipeline_may_have_state_at_different_steps_or_never(tmp_pat
 def save_stages(folder, first_is_frozen):
     stage = nn.ModuleDict({str(dist.get_rank()): nn.Linear(4, 4)})
     stage.requires_grad_(dist.get_rank() > 0 or not first_is_frozen)
-    optimizer = AdamW(stage.parameters())
+    optimizer = torch.optim.AdamW(stage.parameters())
     config = Config(checkpoint=Checkpoint(folder=folder, timeout_seconds=5))
     rest = Path("unused"), [stage]
     facts = {"dataloader": checkpoint_runs.Counter(), "identity": IDENTITY}
-    manager = CheckpointManager(config, *rest, optimizer, **facts, allocate_state=optimizer.allocate_state)
+    manager = CheckpointManager(config, *rest, optimizer, **facts, allocate_state=partial(allocate_state, optimizer))
     for step, late in ((1, "bias"), (2, "")):
         for name, weight in stage.named_parameters():
             if weight.requires_grad and name != f"1.{late}":
@@ -220,8 +221,10 @@ def save_stages(folder, first_is_frozen):
         manager.save(step)
         manager.wait()
     stage.requires_grad_(True)  # what is trained from here on begins anew
-    optimizer = AdamW(stage.parameters())
-    return CheckpointManager(config, *rest, optimizer, **facts, allocate_state=optimizer.allocate_state).load()
+    optimizer = torch.optim.AdamW(stage.parameters())
+    return CheckpointManager(
+        config, *rest, optimizer, **facts, allocate_state=partial(allocate_state, optimizer)
+    ).load()
 
 
 def test_a_weight_with_part_of_its_state_is_refused(tmp_path):

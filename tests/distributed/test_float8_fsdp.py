@@ -146,7 +146,7 @@ def bits_beside_torchao(
     (master, *_) = model[0].parameters()
     with torch.no_grad():
         master.copy_(weight)
-        build_refresh([model], config)(0)
+        build_refresh([model], config)()
         master.mul_(shrink)
     weight = weight.full_tensor() if ranks > 1 else weight
     own_config = Float8LinearConfig.from_recipe_name(recipe)

@@ -155,7 +155,7 @@ def test_a_long_set_is_summed_in_float64_over_its_labels() -> None:
         mock.patch("validate.validation_batches", return_value=held_out(LABELS, BATCHES)),
         mock.patch("validate.cross_entropy", return_value=nats),
     ):
-        summed, tokens, n_bytes = measure(trained, Config(data=Data(datasets=("one",))))
+        summed, tokens, n_bytes = measure(trained, Config(data=Data(datasets=("one",)))).tolist()
     assert (tokens, n_bytes) == (BATCHES * len(COUNTED), BATCHES * sum(BYTES[token] for token in COUNTED))
     assert summed == pytest.approx(tokens * math.log(4), rel=1e-6)
 
@@ -271,6 +271,6 @@ def test_packed_examples_are_measured_whole_and_apart(tuning: Path) -> None:  # 
                 summed += F.cross_entropy(logits, labels[part], ignore_index=IGNORED, reduction="sum").item()
                 count += int(labels[part].ne(IGNORED).sum())
     trained = Trained(model, open_dataset(url).tokenizer(), {}, "", torch.device("cpu"))
-    nats, tokens, _ = measure(trained, packed)
+    nats, tokens, _ = measure(trained, packed).tolist()
     assert tokens == count
     assert nats == pytest.approx(summed, rel=1e-6)

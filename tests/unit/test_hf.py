@@ -36,7 +36,7 @@ from models.llama import FLAVORS
 from models.llama import hf as llama_hf
 from models.llama.model import Llama, LlamaConfig, RopeScaling
 from models.trained import load_trained
-from optim import AdamW
+from optim import allocate_state
 from storage import DamagedError, open_store
 from tests.corpus import word_tokenizer
 from tests.distributed.checkpoint_runs import Counter, flip_bit
@@ -168,13 +168,13 @@ def _load_and_save(place: str, folder: str) -> None:
     for block in model.layers.values():
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh).to_empty(device="cpu")
-    optimizer = AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters())
     manager = CheckpointManager(
         Config(checkpoint=Checkpoint(initial_load=place, folder=folder)),
         Path("unused"),
         model=[model],
         optimizer=optimizer,
-        allocate_state=optimizer.allocate_state,
+        allocate_state=partial(allocate_state, optimizer),
         dataloader=Counter(),
         identity=identity,
     )

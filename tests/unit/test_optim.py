@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from config import Checkpoint, Compile, Config, ConfigError, LRScheduler, Optimizer, Training, to_toml
 from loss import IGNORED, build_chunked_loss, build_loss, cross_entropy
 from models.llama.model import Output
-from optim import build_optimizer, check_optim, clip_grad_norm_, learning_rate, set_learning_rate, state_allocator
+from optim import allocate_state, build_optimizer, check_optim, clip_grad_norm_, learning_rate, set_learning_rate
 from parallel.gradients import build_add
 from tests.harness import run_ranks
 
@@ -93,7 +93,7 @@ def state_of(settings: Optimizer, sharded: bool, stepped: bool) -> list[dict[str
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     else:
-        optimizer.allocate_state()
+        allocate_state(optimizer)
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         assert not any(value.any() for state in optimizer.state.values() for value in state.values())
     return [
@@ -269,7 +269,7 @@ def test_gradients_of_two_types_add_up_as_in_float32(compile: bool) -> None:
 def test_the_state_of_an_optimizer_of_a_fork_is_made_by_a_step_that_changes_nothing() -> None:
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
-    state_allocator(optimizer)()
+    allocate_state(optimizer)
     assert torch.equal(weight, torch.ones(3))
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(optimizer.state[weight]["momentum_buffer"], torch.zeros(3))
