@@ -1,5 +1,6 @@
 """Muon: in every layout as torch's own in one process; what it sends; groups of weights."""
 
+import shutil
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -24,12 +25,10 @@ from tests.runs import column, final_weights, flat, launch, run, same
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one rank": {},
-    "DDP 2": {"dp_replicate": 2},
     "FSDP 4, uneven": {"dp_shard": 4},
     "HSDP 2 x 2": {"dp_replicate": 2, "dp_shard": 2},
     "TP 2": {"tp": 2},
     "FSDP 2 x TP 2, uneven": {"dp_shard": 2, "tp": 2},
-    "FSDP 2 x CP 2": {"dp_shard": 2, "cp": 2},
     "FSDP 2 x PP 2": {"dp_shard": 2, "pp": 2, "pp_microbatch_size": 2},
 }
 
@@ -51,17 +50,6 @@ def test_a_run_in_bfloat16_orthogonalizes_in_bfloat16() -> None:
         if name.startswith("layers.") and weight.ndim == 2:
             error = (result["weights"][name] - weight).norm() / (expected["init"][name] - weight).norm()
             assert error < 1e-3, (name, error)
-
-
-@pytest.mark.parametrize("shape", [(48, 96), (96, 48), (64, 64)])
-def test_orthogonal_matrices_keep_singular_vectors(shape: tuple[int, int]) -> None:
-    matrix = torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 0.03)):
-        inner = u.T @ orthogonalize(matrix.to(dtype)).double() @ vh.T
-        assert (inner - inner.diag().diag()).abs().max() < tolerance, "diagonal between the singular vectors"
-        strong = inner.diag()[s > 0.1 * s[0]]
-        assert 0.65 < strong.min() < strong.max() < 1.25
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
@@ -136,10 +124,10 @@ def resume_without_a_step(arguments: list[str]) -> None:
 def test_a_run_is_resumed_with_the_same_bits_and_in_any_layout(small: tuple[str, ...], tmp_path: Path) -> None:
     words = [*small, "--optimizer.name=muon"]
     launch(2, tmp_path / "whole", words)
-    launch(2, tmp_path / "cut", words, 7)
+    launch(2, tmp_path / "other", words, 7)
+    shutil.copytree(tmp_path / "other", tmp_path / "cut")
     launch(2, tmp_path / "cut", words, function=resume_without_a_step)
     assert same(flat(final_weights(tmp_path / "cut", tmp_path)), flat(final_weights(tmp_path / "whole", tmp_path)))
-    launch(4, tmp_path / "other", [*words, "--parallelism.dp_replicate=2"], 7)
     with pytest.raises(AssertionError, match=r"another optimizer; set optimizer\.name and groups as"):
         launch(2, tmp_path / "other", small)
     launch(2, tmp_path / "other", [*words, "--parallelism.tp=2", "--training.local_batch_size=4"])

@@ -1,6 +1,5 @@
 """Validation sets by name, in a run and of its checkpoint, against the loss worked out from the stored documents."""
 
-import dataclasses
 import json
 import math
 import random
@@ -18,9 +17,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from checkpoint import CheckpointError
-from checkpoint.files import plan_rows, write_items
 from checkpoint.loading import locate
-from checkpoint.manifest import commit, step_of
+from checkpoint.manifest import step_of
 from checkpoint.retention import committed
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
 from data.loader import IGNORED, Batch, validation_batches
@@ -48,9 +46,12 @@ def train_as(words: list[str]) -> None:
     train(load_config(words))
 
 
-def expected_loss(folder: Path, run: Path, tokenizer: str = "") -> tuple[float, int]:
+def trained_model(run: Path) -> torch.nn.Module:
+    return load_trained(str(run), device=torch.device("cpu"), dtype=torch.float32).model
+
+
+def expected_loss(folder: Path, model: torch.nn.Module) -> tuple[float, int]:
     """(mean loss, tokens) of the held-out documents, one after the other, cut into sequences."""
-    model = load_trained(str(run), device=torch.device("cpu"), dtype=torch.float32, tokenizer=tokenizer).model
     stream = [token for block in stored_blocks(folder, "validation") for document in block for token in document]
     summed, count = 0.0, 0
     with torch.no_grad():
@@ -100,12 +101,12 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys:
     validate([str(run)])
     lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
     for name, folder in sets.items():
-        loss, tokens = expected_loss(folder, run)
+        loss, tokens = expected_loss(folder, trained_model(run))
         assert last[f"validation_loss/{name}"] == pytest.approx(loss, abs=1e-5)
         assert lines[name].startswith(f"loss {loss:.4f}")
         assert lines[name].endswith(f"{tokens:,} tokens")
     validate([str(run), "--datasets", str(main_set), "--batch-size=1"])
-    assert f"loss {expected_loss(main_set, run)[0]:.4f}" in capsys.readouterr().out
+    assert f"loss {expected_loss(main_set, trained_model(run))[0]:.4f}" in capsys.readouterr().out
 
     other = write_dataset(tmp_path / "other", [documents(numbers, 1, 5)], documents(numbers, 2, 5), vocab_size=600)
     with pytest.raises(TitaniteError, match="was made with tokenizer"):
@@ -213,7 +214,7 @@ def test_training_sets_of_one_name_are_measured_apart(tmp_path: Path, capsys: py
     run_ranks(1, train_as, arguments(run, *folders), start_group=False)
     capsys.readouterr()
     validate([str(run)])
-    measured = [expected_loss(folder, run) for folder in folders]
+    measured = [expected_loss(folder, trained_model(run)) for folder in folders]
     for line, folder, (loss, tokens) in zip(capsys.readouterr().out.splitlines(), folders, measured, strict=True):
         assert line.startswith(f"{folder}  loss {loss:.4f}")
         assert line.endswith(f"{tokens:,} tokens")
@@ -227,27 +228,21 @@ def test_training_sets_of_one_name_are_measured_apart(tmp_path: Path, capsys: py
 
 
 def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has no config."""
-    numbers, place = random.Random(2), tmp_path / "alone"
-    folder = write_dataset(tmp_path / "set", [documents(numbers, 1)], documents(numbers, 9))
-    spec, flavor = find_model(Model(flavor="tiny"), 1000)
-    model = build_model(spec, flavor).to_empty(device="cpu")
+    folder = write_dataset(tmp_path / "set", [documents(random.Random(2), 1)], documents(random.Random(2), 9))
+    model = build_model(*find_model(Model(flavor="tiny"), 1000)).to_empty(device="cpu")
     init_weights(model, torch.device("cpu"), seed=4)
-    weights = {f"model.{name}": weight for name, weight in model.state_dict().items()}
-    store, plan = open_store(place), plan_rows(model.state_dict(), piece_bytes=1 << 30)
-    written = write_items(store, "step-00000000-000000000000", 0, plan.files, lambda item: weights[item.index.fqn])
-    facts = {"step": 0, "world_size": 1, "identity": {"name": "llama", **dataclasses.asdict(flavor)}}
-    commit(store, "step-00000000-000000000000", plan.metadata, [written], facts)
+    trained = Trained(model, open_dataset(str(folder)).tokenizer(), {}, "alone", torch.device("cpu"))
+    monkeypatch.setattr("validate.load_from_arguments", lambda arguments: trained)
     with pytest.raises(ConfigError, match=r"set: no run says how long .* --seq-len"):
-        validate([str(place), "--tokenizer", str(folder), "--datasets", str(folder)])
+        validate(["alone", "--datasets", str(folder)])
     with pytest.raises(ConfigError, match=r"alone: no run says which datasets to measure; name them with --datasets"):
-        validate([str(place), "--tokenizer", str(folder)])
+        validate(["alone"])
     assert not capsys.readouterr().out
-    words = ["--datasets", str(folder), f"--seq-len={SEQ_LEN}", "--max-samples=0"]
-    validate([str(place), "--tokenizer", str(folder), *words])
-    loss, tokens = expected_loss(folder, place, str(folder))
+    validate(["alone", "--datasets", str(folder), f"--seq-len={SEQ_LEN}", "--max-samples=0"])
+    loss, tokens = expected_loss(folder, model)
     line = capsys.readouterr().out
     assert line.startswith(f"set  loss {loss:.4f}  perplexity ")
     assert line.endswith(f"  {tokens:,} tokens\n")

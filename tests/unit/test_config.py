@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from unittest import mock
 
@@ -32,18 +33,18 @@ def test_precedence_default_base_file_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "get", "value"),
+    ("words", "key", "value"),
     [
-        (["--compile.enable", "false"], lambda c: c.compile.enable, False),
-        (["--data.datasets=a,b", "--data.weights=.7, 1."], lambda c: c.data.weights, (0.7, 1.0)),
-        (['--data.datasets=["a", "b"]'], lambda c: c.data.datasets, ("a", "b")),
-        (["--parallelism.dp_shard", "-1"], lambda c: c.parallelism.dp_shard, -1),
-        (["--training.steps=100_000"], lambda c: c.training.steps, 100_000),
-        (["--run.folder=123"], lambda c: c.run.folder, "123"),
+        (["--compile.enable", "false"], "compile.enable", False),
+        (["--data.weights=.7, 1."], "data.weights", (0.7, 1.0)),
+        (['--data.datasets=["a", "b"]'], "data.datasets", ("a", "b")),
+        (["--parallelism.dp_shard", "-1"], "parallelism.dp_shard", -1),
+        (["--training.steps=100_000"], "training.steps", 100_000),
+        (["--run.folder=123"], "run.folder", "123"),
     ],
 )
-def test_command_line_values(words, get, value) -> None:
-    assert get(load_config(words)) == value
+def test_command_line_values(words: list[str], key: str, value: object) -> None:
+    assert attrgetter(key)(load_config(words)) == value
 
 
 @pytest.mark.parametrize(
@@ -51,8 +52,6 @@ def test_command_line_values(words, get, value) -> None:
     [
         (["--training.stpes=3"], ["training.stpes", "did you mean --training.steps"]),
         (["--learning-rate", "1"], ["did you mean --optimizer.lr?"]),
-        (["--batch_size=4"], ["did you mean --training.local_batch_size?"]),
-        (["--stpes=3"], ["did you mean --training.steps?"]),
         (["training.steps=3"], ["training.steps=3", "FILE.toml", "--section.field=value"]),
         (["--training.steps=ten"], ["training.steps", "ten", "an integer >= 1"]),
         (["--training.steps=0"], ["training.steps = 0", ">= 1"]),
@@ -66,10 +65,8 @@ def test_command_line_values(words, get, value) -> None:
         (["--run.folder=s3://b/x"], ['run.folder = "s3://b/x"', "not a URL"]),
         (["--checkpoint.folder=s3:/b/x"], ['checkpoint.folder = "s3:/b/x"', "s3://bucket/prefix"]),
         (["--checkpoint.aws_secret_access_key=abc"], ["credentials are never part of a config"]),
-        (["--data.hf_token=abc"], ["credentials are never part of a config"]),
         (["--validation.sample_token=9"], ["did you mean --validation.sample_tokens?"]),
         (["--data.datasets=a,s3://key:secret@bucket/x"], ["data.datasets", "s3://***@bucket/x", "environment"]),
-        (["--validation.datasets=https://key:secret@host/x"], ["validation.datasets", "https://***@host/x"]),
         (["--checkpoint.folder=s3://key:secret@bucket/x"], ["checkpoint.folder", "s3://***@bucket/x", "environment"]),
     ],
 )
@@ -219,7 +216,6 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     ([CP, RING, "--data.mask_documents"], 2, "cannot tell documents apart"),
     ([CP, "--training.seq_len=254"], 2, "must be a multiple of 4"),
     (["--parallelism.tp=3"], 3, "n_heads"),
-    (["--parallelism.tp=3"], 2, "tp 3 must multiply to the world size, 2"),
     (["--parallelism.async_tp", TP], 2, "needs .* compile.enable = true"),
     (["--parallelism.local_steps=10"], 2, "needs dp_replicate above 1"),
     (["--parallelism.local_steps=30", DP], 2, "checkpoint.interval = 200: must be a multiple of"),
@@ -232,10 +228,11 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (["--failures.on_bad_step=rollback"], 1, "needs checkpoint.enable = true and a torchrun that starts it again"),
     (["--optimizer.beta2=0.99", SMALL_STATE], 1, "beta2 = 0.99: must be at most 0.98"),
     (["--optimizer.momentum=0.999", "--optimizer.name=muon", SMALL_STATE], 1, "momentum = 0.999: must be"),
-    (["--optimizer.beta1=0.99", "--optimizer.name=muon", SMALL_STATE], 1, "beta1 = 0.99: must be"),
-    (["--optimizer.momentum=0.99", SMALL_STATE, '--optimizer.groups=[{kind="muon"}]'], 1, "momentum = 0.99: must be"),
     ([SMALL_STATE, "--optimizer.groups=[{betas=[0.9,0.99]}]"], 1, r"betas of '\*'\[1\] = 0.99: must be"),
     (["--data.datasets="], 1, "name at least one"),
+    (["--training.global_batch_size=7"], 2, "training.global_batch_size = 7: must be .*8 x 2"),
+    (["--model.vocab_size=64"], 1, "model.vocab_size = 64"),
+    (["--training.seq_len=1000000"], 1, "training.seq_len = 1000000"),
     (["--data.weights=1,2"], 1, "an entry for each of data.datasets"),
     (["--checkpoint.upload=s3://b/x", LONG], 1, "comm.store_retry_seconds = 240: must be below 240 = 0.8 x"),
     (["--checkpoint.enable=false", "--checkpoint.save_model"], 1, "save_model is set and needs checkpoint.enable"),

@@ -72,16 +72,13 @@ def test_greedy_tokens_equal_transformers_in_a_batch_of_unequal_lengths(
     assert tokens_of(model, prompts[:1], 24) == expected[:1]
 
 
-def test_a_row_is_drawn_as_it_would_be_alone() -> None:
-    model, prompts = ours_from(hf_model("llama3")), prompts_of(5, 12, 3)
-    together = tokens_of(model, prompts, 12, seed=7)
-    assert together == [tokens_of(model, [prompt], 12, seed=7 + i)[0] for i, prompt in enumerate(prompts)]
-    assert together != tokens_of(model, prompts, 12, seed=8)
-
-
 def test_attention_reads_what_is_filled_and_finished_rows_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("models.llama.model.CACHE_STEP", 8)
-    model, prompts, finished, read = ours_from(hf_model("llama3")), prompts_of(5, 12, 3), set[int](), []
+    model = ours_from(hf_model("llama3"))
+    prompts = prompts_of(5, 12, 3)
+    alone = [tokens_of(model, [prompt], 6, seed=row)[0] for row, prompt in enumerate(prompts)]
+    monkeypatch.setattr("generate.DRAWS", 3)  # random numbers do not depend on how many are made at once
+    finished, read = set[int](), []
     layer, attend = model.layers["0"].attention, model.layers["0"].attention.attend
     monkeypatch.setattr(layer, "attend", lambda q, k, *rest: read.append((len(k), k.shape[2])) or attend(q, k, *rest))
     rows: list[list[int]] = [[], [], []]
@@ -91,11 +88,11 @@ def test_attention_reads_what_is_filled_and_finished_rows_leave(monkeypatch: pyt
         finished |= {2: {1}, 6: {0, 2}}.get(step, set())
     # Rows and places: the prompts; the 12th and 13th place of row 1; from the 7th to the 10th of row 0.
     assert read == [(3, 16), (3, 16), (3, 16), (2, 8), (2, 8), (2, 16), (2, 16)]
-    assert rows == [tokens_of(model, [prompt], n, seed=row)[0] for row, (prompt, n) in
-                    enumerate(zip(prompts, (6, 2, 6), strict=True))]  # fmt: skip
+    assert rows == [alone[0], alone[1][:2], alone[2]], "each row is drawn as it would be alone"
+    assert alone[0] != tokens_of(model, prompts[:1], 6, seed=8)[0]
 
 
-@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (4, 0.6), (0, 0.01)])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (4, 0.6), (0, 0.01)])
 def test_sampling_follows_the_probabilities_that_transformers_leaves(top_k: int, top_p: float) -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5, 0.0])
     numbers = torch.randint(2**31, (4000,), generator=torch.Generator().manual_seed(0))
@@ -122,31 +119,8 @@ def test_a_low_temperature_takes_the_likeliest(options: dict[str, Any]) -> None:
     draws = torch.tensor([2**31 - 1, 0])
     for scale in (1.0, 1e30, 1e38):
         logits = torch.tensor([[0.5, -3.0, 3.0, 1.0], [3.0, -3.0, 0.0, 2.0]]) * scale
-        for temperature in (5e-324, 1e-46, 1e-40, 1e-30, 1e-6, 1e-3):
+        for temperature in (5e-324, 1e-40, 1e-6, 1e-3):
             assert sample(logits, Request(temperature=temperature, **options), draws).tolist() == [2, 0]
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1e-40, 0.8])
-def test_logits_that_are_not_finite_are_named(value: float, temperature: float) -> None:
-    logits = torch.zeros(2, 5)
-    logits[1, 3] = value
-    with pytest.raises(TitaniteError, match=r"^the model's logits are not finite, .* or --dtype float32$"):
-        sample(logits, Request(temperature=temperature), torch.zeros(2, dtype=torch.int64))
-
-
-def test_random_numbers_do_not_depend_on_how_many_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ours_from(hf_model("llama3"))
-    prompts = prompts_of(5, 12)
-    expected = tokens_of(model, prompts, 20, seed=7)
-    monkeypatch.setattr("generate.DRAWS", 3)
-    assert tokens_of(model, prompts, 20, seed=7) == expected
-    finished = set[int]()
-    second = []
-    for tokens in generate(model, prompts, CPU, Request(seed=7, max_tokens=20), finished):
-        second.append(tokens[-1])
-        finished.add(0)  # the first row leaves
-    assert second == expected[1]
 
 
 # ---------------------------------------------------------------- text
@@ -195,11 +169,10 @@ BYTES, AFTER_BYTES = ([6 + byte for byte in text.encode()] for text in ("ሰላ�
 @pytest.mark.parametrize(
     ("prompt", "tokens", "pieces"),
     [
-        ([2], [3, 4, 3], [" world", "!", " world", ""]),
         ([2], [5, 3, 999, 5, 3], ["", " world", "", "", " world", ""]),  # special, and an id of the model alone
         (BYTES, AFTER_BYTES, ["", "", "ን", "", "", "", "🙂", ""]),
     ],
-    ids=["space of the first word", "space after tokens without text", "prompt of bytes"],
+    ids=["space after tokens without text", "prompt of bytes"],
 )
 def test_a_stream_goes_on_from_its_prompt(prompt: list[int], tokens: list[int], pieces: list[str]) -> None:
     assert feed(TextStream(metaspace_tokenizer(), prompt, frozenset(), ()), tokens) == pieces
@@ -208,8 +181,7 @@ def test_a_stream_goes_on_from_its_prompt(prompt: list[int], tokens: list[int], 
 @pytest.mark.parametrize(
     ("text", "stops", "expected"),
     [
-        ("a END b", ("EN!", "END"), "a "),
-        ("ENENDx", ("END",), "EN"),
+        ("ENENDx", ("EN!", "END"), "EN"),
         ("no stop EN", ("END",), "no stop EN"),
         ("中文。more", ("。",), "中文"),
         ("x<|endoftext|>y", (), "x"),
@@ -308,7 +280,7 @@ def test_one_prompt_and_many_prompts(imported: Path, tmp_path: Path, capsys: pyt
     assert len(drawn) == 1, "a prompt's seed goes by its place among all"
 
 
-@pytest.mark.parametrize("words", [["--prompt=a"], ["--prompt=a", "--prompt=b"], ["--chat"]])
+@pytest.mark.parametrize("words", [["--prompt=a"], ["--prompt=a", "--temperature=0"], ["--chat"]])
 def test_a_model_with_damaged_weights_ends_in_one_line(
     imported: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,13 +354,10 @@ def test_conversations_of_a_file_are_answered_as_by_transformers(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--prompt=a", "--temperature=-1"], "--temperature -1.0: must be at least 0"),
         (["--prompt=a", "--temperature=nan"], "--temperature nan: must be at least 0, and finite"),
         (["--prompt=a", "--temperature=inf"], "--temperature inf: must be at least 0, and finite"),
         (["--prompt=a", "--top-p=0"], "--top-p 0.0: must be above 0 and at most 1"),
-        (["--prompt=a", "--top-p=nan"], "--top-p nan: must be above 0 and at most 1"),
         (["--prompt=a", "--top-k=-1"], "--top-k -1: must be at least 0"),
-        (["--prompt=a", "--seed=-1"], "--seed -1: must be from 0 to 9223372036854775807"),
         (["--prompt=a", f"--seed={2**63}"], "--seed 9223372036854775808: must be from 0 to 9223372036854775807"),
         (["--prompt=a", "--max-tokens=0"], "--max-tokens 0: must be at least 1"),
         (["--prompt=a", "--batch-size=0"], "--batch-size 0: must be at least 1"),
