@@ -22,7 +22,6 @@ def build_config(kept: bool, **settings: Any) -> Config:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "eager": {},
     "documents, selective": {"documents": True, "mode": "selective"},
     "full, compiled": {"mode": "full", "compile": "aot_eager"},
     "loss in chunks": {"loss_chunks": 2},

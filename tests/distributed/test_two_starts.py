@@ -1,7 +1,6 @@
 """Whole runs whose folder was copied, and two starts of one run at a time: what goes on, and what it was trained on."""
 
 import os
-import shutil
 import socket
 import sys
 import traceback
@@ -11,7 +10,7 @@ from unittest.mock import patch
 from config import load_config
 from run.run import run_and_leave
 from tests.harness import prepare_fork
-from tests.runs import call, final_weights, flat, how_it_ended, launch, read, run, same
+from tests.runs import final_weights, flat, how_it_ended, launch, read, run, same
 from tools.audit import prove
 from train import train
 
@@ -20,34 +19,6 @@ SETTINGS = ("--checkpoint.interval=3", "--validation.enable=false")
 
 def content(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_a_copied_run_leaves_the_original_alone_and_goes_on_as_a_branch(small: tuple[str, ...], tmp_path: Path) -> None:
-    """Of a run whose checkpoints lie elsewhere; and, with checkpoints inside, by itself."""
-    first, copy, branch, saved = (tmp_path / name for name in ("first", "copy", "branch", "saved"))
-    words = [*small, *SETTINGS, f"--checkpoint.folder={saved}"]
-    launch(1, first, [*words, "--training.steps=3"])
-    shutil.copytree(first, copy)
-    launch(1, first, [*words, "--training.steps=9"])
-    before = content(tmp_path)
-    refused = call(tmp_path, f"--resume={copy}", "--training.steps=12", "--optimizer.lr=5e-3")
-    (tmp_path / "stderr.txt").unlink()
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert f"was saved from {first} and is unknown to {copy}, a copy of the run" in refused.stderr
-    assert content(tmp_path) == before
-    hint = f"{saved}@9"
-    assert f"checkpoint.branch_from = '{hint}'" in refused.stderr
-    own = [f"--checkpoint.branch_from={hint}", f"--checkpoint.folder={tmp_path / 'own'}", "--optimizer.lr=5e-3"]
-    launch(1, branch, [*words, *own, "--training.steps=12"])
-    launch(1, first, [*words, "--training.steps=12"])
-    for folder in (first, branch):
-        assert prove(folder)[0].startswith("12 steps, "), folder
-
-    inside = Path(shutil.copytree(branch, tmp_path / "inside"))  # with its own checkpoints it is a run of its own
-    shutil.copytree(tmp_path / "own", tmp_path / "own of the copy")
-    launch(1, inside, [*words, *own, f"--checkpoint.folder={tmp_path / 'own of the copy'}", "--training.steps=15"])
-    assert prove(inside)[0].startswith("15 steps, ")
-    assert prove(branch)[0].startswith("12 steps, ")
 
 
 def settled(folder: Path) -> dict[Path, bytes]:

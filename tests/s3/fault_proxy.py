@@ -9,7 +9,6 @@ What it can do, by rule, to the requests that match an operation, a key and a vi
     hang            never answered
     cut             half of the answer's body, then the connection is cut
     flip, flip_sent    one bit of the answer's body is wrong, or of the request's once it reaches the server
-    no_etag         the answer has no ETag
     complete_error  CompleteMultipartUpload answers 200 with an error in its body
 """
 
@@ -65,7 +64,7 @@ class FaultProxy:
         """From now on `fault` for requests whose operation and key match these regular expressions.
 
         The first `skip` of them pass, the next `times` are hit. Operations: put, upload_part, create_multipart,
-        complete_multipart, abort_multipart, get, head, list, list_uploads, delete, delete_objects.
+        complete_multipart, abort_multipart, get, head, list, delete, post_bucket (of several deletions).
         """
         rule = {"fault": fault, "operation": operation, "key": key, "view": view, "skip": skip, "times": times}
         self._control({"rule": rule})
@@ -107,8 +106,8 @@ class _Proxy:
         message = await request.json()
         if message.pop("reset", False):
             self.clear()
-        if rule := message.pop("rule", None):
-            self.rules.append(rule)
+        if "rule" in message:
+            self.rules.append(message["rule"])
         return web.json_response(self.counts)
 
     def matching_rule(self, operation: str, key: str, view: int) -> dict[str, Any]:
@@ -153,8 +152,6 @@ class _Proxy:
         self.counts["bytes_out"] += len(answer)
         if fault == "reset_after":
             request.transport.abort()
-        if fault == "no_etag":
-            headers = {name: value for name, value in headers.items() if name.lower() != "etag"}
         if fault == "flip":
             answer = _flipped(answer)
         if fault == "cut":
@@ -205,13 +202,13 @@ def _flipped(body: bytes) -> bytes:
 
 def _operation(request: web.Request) -> tuple[str, str]:
     """(operation, bucket/key)"""
-    path, query, method = unquote(request.path).lstrip("/"), request.query, request.method
+    path = unquote(request.path).lstrip("/")
+    method = request.method
     _, _, key = path.partition("/")
     if not key:
-        kinds = {"GET": "list_uploads" if "uploads" in query else "list", "POST": "delete_objects"}
-        return kinds.get(method, f"{method.lower()}_bucket"), path
-    if "uploadId" in query:
-        kinds = {"PUT": "upload_part", "POST": "complete_multipart", "DELETE": "abort_multipart", "GET": "list_parts"}
+        return "list" if method == "GET" else f"{method.lower()}_bucket", path
+    if "uploadId" in request.query:
+        kinds = {"PUT": "upload_part", "POST": "complete_multipart", "DELETE": "abort_multipart"}
         return kinds[method], path
     if method == "POST":
         return "create_multipart", path

@@ -11,7 +11,7 @@ from checkpoint.state import Staging
 def check_copies(device: str) -> None:
     """Long queues before and after: on an accelerator the copy must come between them on a stream of its own."""
     value = torch.zeros(1 << 22, device=device)
-    index, staging = MetadataIndex("value"), Staging(value.device)
+    index, staging, memory = MetadataIndex("value"), Staging(value.device), set()
     for _ in range(3):
         for _ in range(100):
             value.add_(1)
@@ -22,7 +22,9 @@ def check_copies(device: str) -> None:
         thread.join()
         assert staging.copies[index].unique().tolist() == [100]
         assert staging.copies[index].is_pinned() == (device == "cuda")
+        memory.add(staging.copies[index].data_ptr())
         value.zero_()
+    assert len(memory) == 1, "later saves use it again"
 
 
 def test_copies_hold_what_was_there_before_what_waited():  # on a GPU: tests/gpu

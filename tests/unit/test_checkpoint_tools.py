@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 
 from checkpoint import CheckpointError
 from checkpoint.loading import locate
@@ -13,7 +12,7 @@ from checkpoint.manifest import encode_manifest, read_manifest, sha256
 from checkpoint.retention import committed
 from config import from_dict, to_toml
 from storage import open_store
-from tests.distributed.checkpoint_runs import Run, flip_bit, load_run
+from tests.distributed.checkpoint_runs import Run, flip_bit
 from tools import verify
 
 
@@ -69,14 +68,11 @@ def cut(file):
     ("name", "damage", "said", "listed"),
     [
         ("MANIFEST.json", flip, "MANIFEST.json: its checksum differs", True),
-        ("MANIFEST.json", cut, "MANIFEST.json: its checksum differs", True),
         (".metadata", flip, ".metadata: its checksum differs", False),
-        (".metadata", Path.unlink, r".metadata has no bytes, not \d+", True),
         ("__0_1.distcp", flip, r"__0_1.distcp: checksum of \S+ differs, at byte \d+", False),
         ("__0_0.distcp", cut, r"__0_0.distcp has \d+ bytes, not \d+", True),
         ("__0_0.distcp", Path.unlink, r"__0_0.distcp has no bytes, not \d+", True),
         ("tokenizer.json", flip, "tokenizer.json: its checksum differs", False),
-        ("tokenizer.json", Path.unlink, "tokenizer.json: missing", False),
     ],
 )
 def test_each_damage_is_named(folder, tool, name, damage, said, listed):
@@ -118,18 +114,6 @@ def test_one_without_a_manifest_was_never_committed(folder, tool):
     assert tool("verify", newest) == (1, f"{newest}: never committed, nothing will use it\nfaults: 1")
     with pytest.raises(CheckpointError, match=f"{newest}: was never committed, .* tools.hf import --from torchtitan"):
         Run(folder / "fresh", initial_load=str(newest)).checkpoint.load()
-
-
-def test_a_run_that_keeps_its_checkpoints_elsewhere(folder, tool, tmp_path_factory):
-    run = tmp_path_factory.mktemp("run")
-    (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": {"folder": str(folder)}})))
-    assert tool("list", run)[1].count("step-") == 3
-    assert tool("verify", run)[1].count("intact") == 2
-    fresh = Run(run / "checkpoints", seed=7, initial_load=str(run))
-    fresh.checkpoint.load()
-    assert torch.equal(fresh.model.head.weight, load_run(folder, ())[1]["head.weight"])
-    (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": {"folder": str(run / "nothing")}})))
-    assert f"{run}: no checkpoint in {run / 'nothing'}" in tool("list", run)[1]
 
 
 def test_a_run_may_lose_its_first_place_or_have_newer_ones_in_the_second(folder, tool, tmp_path_factory):
