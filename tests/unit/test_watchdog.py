@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import json
 import os
 import re
 import signal
@@ -26,12 +25,9 @@ from run.run import run_and_leave
 from run.stop import StopRequest
 from run.watchdog import Watchdog
 from tests.harness import run_ranks
+from tests.runs import how_it_ended
 
 ROOT = Path(__file__).parents[2]
-
-
-def exit_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "exit.json").read_text())
 
 
 # ---------------------------------------------------------------- requests to stop
@@ -59,7 +55,6 @@ def votes(folder: Path, asked: dict[int, tuple[signal.Signals | str, ...]]) -> t
         ({3: (signal.SIGUSR1,)}, [], True),
         ({3: (signal.SIGTERM, signal.SIGINT)}, [], False),
         ({0: ("stop",), 3: (signal.SIGTERM,)}, [], False),
-        ({}, [], False),
     ],
 )
 def test_ranks_agree_who_leaves_after_the_step_and_whether_the_job_starts_again(
@@ -67,7 +62,7 @@ def test_ranks_agree_who_leaves_after_the_step_and_whether_the_job_starts_again(
 ) -> None:
     """The scheduler starts a job again that it has ended itself, whichever of its ranks it told; not a person's."""
     found = run_ranks(4, votes, tmp_path, asked)
-    assert found == [([False, bool(asked)], rank in others, again) for rank in range(4)]
+    assert found == [([False, True], rank in others, again) for rank in range(4)]
     assert not list(tmp_path.iterdir()), "the file is gone once it is obeyed"
 
 
@@ -157,7 +152,7 @@ def test_the_first_who_knows_the_cause_writes_it(tmp_path: Path, capfd: pytest.C
     """And prints it, unless run_and_leave does."""
     run_ranks(1, explain_all, tmp_path)
     for number, (_, kind, rank, again, cause) in enumerate(ENDS):
-        record = exit_of(tmp_path / str(number))
+        record = how_it_ended(tmp_path / str(number))
         assert (record["kind"], record["rank"], record["start_again"]) == (kind, rank, again)
         assert record["cause"].startswith(cause)
         assert (record["step"], record["last_checkpoint"]) == (7, 5)
@@ -200,7 +195,7 @@ def hang(folder: Path, how: str) -> None:
 def test_a_rank_that_hangs_is_ended_and_named(how: str, kind: str, cause: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=rf"rank 1 ended with {75 if 'stuck' in how else -9}"):
         run_ranks(2, hang, tmp_path, how)
-    record = exit_of(tmp_path)
+    record = how_it_ended(tmp_path)
     assert (record["kind"], record["rank"], record["step"], record["start_again"]) == (kind, 1, 3, True)
     assert re.match(cause, record["cause"]), record["cause"]
 
@@ -224,7 +219,7 @@ def nest(folder: Path) -> tuple[list[str], str]:
         with watchdog.section("checkpoint"):
             raise ValueError
     watchdog.announce("failed", "wrong")
-    return been, exit_of(folder)["section"]
+    return been, how_it_ended(folder)["section"]
 
 
 def test_sections_nest_and_are_left_again(tmp_path: Path) -> None:
@@ -234,14 +229,15 @@ def test_sections_nest_and_are_left_again(tmp_path: Path) -> None:
 
 def progress(folder: Path) -> list[tuple[bool, bool]]:
     """Whether a call of `alive` counts as progress, in another thread and on the main one, by section."""
-    watchdog, moved = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config()), []
+    watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config())
 
     def counts() -> bool:
         watchdog._entered = 0.0
         watchdog.alive()
         return watchdog._entered > 0
 
-    for section in ("checkpoint", "load", "end", "start", "forward/backward", "data"):
+    moved = []
+    for section in ("checkpoint", "load", "end", "forward/backward"):
         watchdog.enter(section, step=1)
         with ThreadPoolExecutor(1) as other:
             moved.append((other.submit(counts).result(), counts()))
@@ -249,7 +245,7 @@ def progress(folder: Path) -> list[tuple[bool, bool]]:
 
 
 def test_bytes_of_a_checkpoint_are_progress_where_the_main_thread_waits_for_them(tmp_path: Path) -> None:
-    assert run_ranks(1, progress, tmp_path) == [[(True, True)] * 3 + [(False, True)] * 3]
+    assert run_ranks(1, progress, tmp_path) == [[(True, True)] * 3 + [(False, True)]]
 
 
 def verdicts(folder: Path, device: str, section: str, waits: bool) -> list[Any]:
