@@ -470,13 +470,17 @@ class Config:
 
 
 SECTIONS: types.MappingProxyType[str, type] = types.MappingProxyType(get_type_hints(Config))
-KINDS = types.MappingProxyType(  # dotted key → type of its value, with its Range or Form
-    {
-        f"{section}.{name}": kind
-        for section, fields in SECTIONS.items()
-        for name, kind in get_type_hints(fields, include_extras=True).items()
-    }
-)
+
+
+def _find_kinds() -> dict[str, Any]:
+    kinds = {}
+    for section, fields in SECTIONS.items():
+        for name, kind in get_type_hints(fields, include_extras=True).items():
+            kinds[f"{section}.{name}"] = kind
+    return kinds
+
+
+KINDS = types.MappingProxyType(_find_kinds())  # dotted key → type of its value, with its Range or Form
 OTHER_NAMES = {  # setting → what other projects call it
     "optimizer.lr": "learning_rate",
     "training.local_batch_size": "batch_size micro_batch_size",
@@ -493,12 +497,13 @@ OTHER_NAMES = {  # setting → what other projects call it
 
 def load_config(argv: Sequence[str]) -> Config:
     """The Config of `FILE.toml --section.field=value ...`, or of `--resume=RUN_FOLDER ...`. Raises ConfigError."""
-    asked = next((index for index, word in enumerate(argv, 1) if word in ("-h", "--help")), 0)
-    if asked:
-        print(help_text([word for word in argv[asked:] if not word.startswith("-")]))
-        raise SystemExit(0)
+    for index, word in enumerate(argv):
+        if word in ("-h", "--help"):
+            print(help_text([word for word in argv[index:] if not word.startswith("-")]))
+            raise SystemExit(0)
     overrides = _parse_command_line(argv)
-    file, folder = overrides.pop("config", ""), overrides.pop("resume", "")
+    file = overrides.pop("config", "")
+    folder = overrides.pop("resume", "")
     if folder and (file or "run.folder" in overrides):
         raise ConfigError(f"--resume={_redact(folder)}: is itself config and run.folder; leave those out")
     values = read_toml(Path(file)) if file else {}
@@ -571,7 +576,8 @@ def recorded_config(folder: Path) -> Config | None:
 
 def _parse_command_line(argv: Sequence[str]) -> dict[str, str]:
     """Dotted key, `config` or `resume` → text. The last one counts. A `--flag` and FILE.toml may stand alone."""
-    given, words = dict[str, str](), list(argv)
+    given: dict[str, str] = {}
+    words = list(argv)
     while words:
         word = words.pop(0)
         if word.endswith(".toml") and not word.startswith("-"):
@@ -582,8 +588,11 @@ def _parse_command_line(argv: Sequence[str]) -> dict[str, str]:
         is_place = key in ("config", "resume")
         kind = str if is_place else _kind_of(key, "--")
         if not equals:
-            alone = not words or words[0].startswith("--") or (kind is bool and words[0].endswith(".toml"))
-            text = words.pop(0) if not alone else "true" if kind is bool else ""
+            stands_alone = not words or words[0].startswith("--") or (kind is bool and words[0].endswith(".toml"))
+            if not stands_alone:
+                text = words.pop(0)
+            elif kind is bool:
+                text = "true"
         if not text and (is_place or not equals):
             raise ConfigError(f"--{key}: needs a value, as in --{key}={'PATH' if is_place else '...'}")
         given[key] = text
@@ -605,8 +614,9 @@ def _parse_value(text: str, kind: Any) -> Any:
 
 def _check_value(key: str, value: Any, kind: Any = None) -> Any:
     """Return `value` as the `kind` of `key`. Raises a ConfigError that says what is allowed."""
-    kind, hint = kind or _kind_of(key), ""
+    kind = kind or _kind_of(key)
     base, allowed = get_args(kind) if get_origin(kind) is Annotated else (kind, None)
+    hint = ""
     if get_origin(base) is Literal:
         if value in get_args(base):
             return value
@@ -615,9 +625,12 @@ def _check_value(key: str, value: Any, kind: Any = None) -> Any:
         return tuple(_check_value(key, item, get_args(base)[0]) for item in value)
     elif base is ParameterGroup and isinstance(value, dict):
         kinds = get_type_hints(base, include_extras=True)
-        if unknown := sorted(value.keys() - kinds.keys()):
-            raise ConfigError(f"{key}.{unknown[0]}: unknown key; one of {', '.join(kinds)}")
-        return base(**{name: _check_value(f"{key}.{name}", entry, kinds[name]) for name, entry in value.items()})
+        fields = {}
+        for name, entry in value.items():
+            if name not in kinds:
+                raise ConfigError(f"{key}.{name}: unknown key; one of {', '.join(kinds)}")
+            fields[name] = _check_value(f"{key}.{name}", entry, kinds[name])
+        return base(**fields)
     elif base is float and type(value) is int:
         return _check_value(key, float(value), kind)
     elif isinstance(allowed, Form) and re.search(r"://[^/@]*@", str(value)):  # other text may hold such words
@@ -675,7 +688,9 @@ def to_toml(config: Config) -> str:
     """The resolved config as TOML with every field. Reading it gives the same Config."""
     lines = []
     for section, fields in dataclasses.asdict(config).items():
-        lines += [f"[{section}]", *(f"{name} = {_toml(value)}" for name, value in fields.items()), ""]
+        lines.append(f"[{section}]")
+        lines += [f"{name} = {_toml(value)}" for name, value in fields.items()]
+        lines.append("")
     return "\n".join(lines)
 
 
@@ -683,7 +698,8 @@ def _toml(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{name} = {_toml(entry)}' for name, entry in value.items())}}}"
+        entries = [f"{name} = {_toml(entry)}" for name, entry in value.items()]
+        return f"{{{', '.join(entries)}}}"
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -715,10 +731,12 @@ def help_text(words: Sequence[str] = ()) -> str:
     for section, kind in SECTIONS.items():
         lines = [f"[{section}]  {inspect.getdoc(kind)}"]
         for name, text in field_docs(kind).items():
-            key, default = f"{section}.{name}", json.dumps(getattr(kind, name))
+            key = f"{section}.{name}"
+            default = json.dumps(getattr(kind, name))
             if all(word.lower() in f"{key} {text}".lower() for word in words):
                 lines += [f"  --{key}=...  {_kind_name(KINDS[key])}; default {default}", textwrap.indent(text, " " * 6)]
-        parts += ["\n".join(lines)] if len(lines) > 1 else []
+        if len(lines) > 1:
+            parts.append("\n".join(lines))
     if not parts:
         raise ConfigError(f"--help {' '.join(words)}: no setting has this in its name or text{_hint(words[0], '--')}")
     return "\n\n".join(parts)

@@ -7,9 +7,10 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from data.tokenizer import Tokenizer
 from models.llama.model import KVCache
 from models.trained import Trained, add_place_arguments, load_from_arguments
 
+T = TypeVar("T")
 PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of the logits, which go unused
 DRAW_BITS = 31  # of random numbers and probabilities: as integers, since a GPU may add floats in any order
 DRAWS = 256  # random numbers of a row made at once, since a text may end long before `max_tokens`
@@ -77,12 +79,13 @@ def generate(
     """
     rows = list(range(len(prompts)))
     seeded = [torch.Generator().manual_seed(request.seed + row) for row in rows]
-    caches = [KVCache() for _ in range(len(model.layers))]  # type: ignore[arg-type]
+    caches = [KVCache() for _ in model.layers]  # type: ignore[union-attr]
     # Shorter prompts are padded at the end. What padding stores is overwritten before any token sees it.
     prompts_BS = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
     for start in range(0, prompts_BS.shape[1] - 1, PREFILL_TOKENS):
         piece_BS = prompts_BS[:, start : start + PREFILL_TOKENS]
-        model(piece_BS, torch.arange(start, start + piece_BS.shape[1], device=device)[None], caches)
+        positions_1S = torch.arange(start, start + piece_BS.shape[1], device=device)[None]
+        model(piece_BS, positions_1S, caches)
     tokens_B = torch.tensor([prompt[-1] for prompt in prompts], device=device)  # the first whose logits are used
     positions_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
     for step in range(request.max_tokens):
@@ -101,7 +104,8 @@ def generate(
             positions_B1 = positions_B1[left]
             draws_BT = draws_BT[left]
             for cache in caches:
-                cache.k, cache.v = cache.k[left], cache.v[left]
+                cache.k = cache.k[left]
+                cache.v = cache.v[left]
         positions_B1 = positions_B1 + 1
 
 
@@ -130,7 +134,8 @@ def sample(logits_BV: Tensor, request: Request, draws_B: Tensor) -> Tensor:
         sorted_BV = sorted_BV.masked_fill(beyond_BV, 0.0)
         probabilities_BV = torch.zeros_like(sorted_BV).scatter(-1, order_BV, sorted_BV)
     sums_BV = (probabilities_BV * 2**DRAW_BITS).long().cumsum(-1)
-    return torch.searchsorted(sums_BV, draws_B[:, None] * sums_BV[:, -1:] >> DRAW_BITS, right=True)[:, 0]
+    drawn_B1 = draws_B[:, None] * sums_BV[:, -1:] >> DRAW_BITS
+    return torch.searchsorted(sums_BV, drawn_B1, right=True)[:, 0]
 
 
 # ---------------------------------------------------------------- text
@@ -140,7 +145,9 @@ class TextStream:
     """Turns the tokens of one row into text as they come. Ends at a stop token, or before a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stop_ids: frozenset[int], stops: Sequence[str]):
-        self.tokenizer, self.stop_ids, self.stops = tokenizer, stop_ids, stops
+        self.tokenizer = tokenizer
+        self.stop_ids = stop_ids
+        self.stops = stops
         # Tokens whose text is out, on which the next text may depend. All of the prompt, since its last few may begin
         # in the middle of a character: a decoder of bytes would then decode none of the whole run.
         self.shown = list(prompt)
@@ -157,37 +164,54 @@ class TextStream:
 
     def finish(self) -> str:
         """End the text. Returns what was still held back."""
-        text = "" if self.done else self._release(all_of_it=True)
+        if self.done:
+            return ""
+        text = self._release(all_of_it=True)
         self.done = True
         return text
 
     def _release(self, all_of_it: bool = False) -> str:
         """The text, held or pending, that ends a character and neither is nor can become part of a stop string."""
-        before, after = (self.tokenizer.decode(ids) for ids in (self.shown, self.shown + self.pending))
-        text = after[len(before) :]
+        before = self.tokenizer.decode(self.shown)
+        text = self.tokenizer.decode(self.shown + self.pending)[len(before) :]
         if text.endswith("\ufffd") and not all_of_it:
             return ""
-        # Tokens without text (special tokens) join `shown`: the next word follows what came before.
-        self.shown, self.pending = self.pending if text else self.shown + self.pending, []
+        if text:
+            self.shown = self.pending
+        else:  # tokens without text (special tokens) join `shown`: the next word follows what came before
+            self.shown = self.shown + self.pending
+        self.pending = []
         text = self.held + text
         ends = [text.index(stop) for stop in self.stops if stop in text]
         if ends:
             self.done = True
             return text[: min(ends)]
-        begun = (n for stop in self.stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
-        certain = len(text) if all_of_it else len(text) - max(begun, default=0)
+        certain = len(text)
+        if not all_of_it:
+            certain -= max((_overlap(text, stop) for stop in self.stops), default=0)
         self.held = text[certain:]
         return text[:certain]
 
 
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` are the beginning of `stop`."""
+    for n in range(len(stop) - 1, 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0
+
+
 def stream_texts(trained: Trained, prompts: Sequence[Sequence[int]], request: Request) -> Iterator[tuple[int, str]]:
     """Yield (row, its next text) as tokens come, until all rows are finished."""
-    added = trained.tokenizer.raw.get_added_tokens_decoder().items()
-    special = {id for id, token in added if token.special and token.content in request.stops}  # no text shows them
-    streams = [TextStream(trained.tokenizer, ids, request.stop_ids | special, request.stops) for ids in prompts]
+    stop_ids = set(request.stop_ids)
+    for id, added in trained.tokenizer.raw.get_added_tokens_decoder().items():
+        if added.special and added.content in request.stops:  # no text shows it
+            stop_ids.add(id)
+    streams = [TextStream(trained.tokenizer, ids, frozenset(stop_ids), request.stops) for ids in prompts]
     finished: set[int] = set()
     for tokens in generate(trained.model, prompts, trained.device, request, finished):
-        for row, token in zip([row for row in range(len(prompts)) if row not in finished], tokens, strict=True):
+        rows = [row for row in range(len(prompts)) if row not in finished]
+        for row, token in zip(rows, tokens, strict=True):
             yield row, streams[row].push(token)
             if streams[row].done:
                 finished.add(row)
@@ -236,7 +260,8 @@ def continue_many(
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
         texts = [""] * len(batch)
-        for row, text in stream_texts(trained, batch, replace(request, seed=request.seed + first)):
+        seeded = replace(request, seed=request.seed + first)
+        for row, text in stream_texts(trained, batch, seeded):
             texts[row] += text
         yield from texts
 
@@ -273,35 +298,35 @@ def chat(trained: Trained, system: str, request: Request) -> None:
             print(f"error: {error}", file=sys.stderr, flush=True)
             continue
         warn_if_longer(trained, len(prompt), request)
-        messages = [*turn, {"role": "assistant", "content": continue_one(trained, prompt, request)}]
+        answer = continue_one(trained, prompt, request)
+        messages = [*turn, {"role": "assistant", "content": answer}]
 
 
-def read_chats(file: Path) -> list[list[dict]]:
-    """The conversation of every line of a jsonl file, as data.prepare reads it. Raises TitaniteError."""
-    chats = []
-    with file_errors(), file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                messages, *_ = read_conversation(json.loads(line))
-            except (ValueError, TypeError, AttributeError, TitaniteError) as error:
-                raise ConfigError(f'{file}, line {number}: must be an object with "messages": {error}') from None
-            chats.append(messages)
-    return chats
-
-
-def read_prompts(file: Path) -> list[str]:
-    """The `prompt` of every line of a jsonl file. Raises TitaniteError that names the line."""
-    prompts = []
+def read_lines(file: Path, needed: str, value_of: Callable[[Any], T]) -> list[T]:
+    """`value_of` the JSON of every line of a file. Raises ConfigError that names the line."""
+    values = []
     with file_errors(), file.open("rb") as lines:  # as bytes, since JSON may hold other line ends
         for number, line in enumerate(lines, start=1):
             try:
-                prompts.append(json.loads(line)["prompt"])
-                prompts[-1].encode()  # raises if it is no text, or has lone surrogates
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(f'{file}, line {number}: must be an object with a text "prompt": {error!r}') from None
-    if not prompts:
+                values.append(value_of(json.loads(line)))
+            except (ValueError, KeyError, TypeError, AttributeError, TitaniteError) as error:
+                raise ConfigError(f"{file}, line {number}: must be an object with {needed}: {error!r}") from None
+    if not values:
         raise ConfigError(f"{file}: holds no prompts")
-    return prompts
+    return values
+
+
+def prompt_of(record: Any) -> str:
+    """The text of a line of `--prompts-file`."""
+    prompt = record["prompt"]
+    prompt.encode()  # raises if it is no text, or has lone surrogates
+    return prompt
+
+
+def messages_of(record: Any) -> list[dict]:
+    """The conversation of a line of `--chats-file`, as data.prepare reads it."""
+    messages, *_ = read_conversation(record)
+    return messages
 
 
 def main(argv: list[str]) -> None:
@@ -335,19 +360,23 @@ def main(argv: list[str]) -> None:
         stops=tuple(arguments.stop),
     )
     prompts = arguments.prompt or []
+    chats = []
     if arguments.prompts_file:
-        prompts = read_prompts(arguments.prompts_file)
-    chats = read_chats(arguments.chats_file) if arguments.chats_file else []
+        prompts = read_lines(arguments.prompts_file, 'a text "prompt"', prompt_of)
+    if arguments.chats_file:
+        chats = read_lines(arguments.chats_file, '"messages"', messages_of)
 
     trained = load_from_arguments(arguments)
-    longest = max((check_prompt("prompt", prompt, trained.tokenizer) for prompt in prompts), default=0)
-    answer_ends = chat_of(trained.tokenizer).stop_ids if arguments.chat or chats else ()
-    request = replace(request, stop_ids=frozenset({trained.tokenizer.eos_id, *answer_ends}))
-    if longest:
-        warn_if_longer(trained, longest, request)
+    stop_ids = {trained.tokenizer.eos_id}
+    if arguments.chat or chats:
+        stop_ids.update(chat_of(trained.tokenizer).stop_ids)
+    request = replace(request, stop_ids=frozenset(stop_ids))
+    if prompts:
+        lengths = [check_prompt("prompt", prompt, trained.tokenizer) for prompt in prompts]
+        warn_if_longer(trained, max(lengths), request)
     if arguments.chat:
         chat(trained, arguments.system, request)
-    elif arguments.chats_file:
+    elif chats:
         print_answers(trained, chats, request, arguments.batch_size)
     elif arguments.prompts_file or len(prompts) > 1:
         print_completions(trained, prompts, request, arguments.batch_size)

@@ -4,7 +4,6 @@ import dataclasses
 import logging
 import math
 import re
-import sys
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -358,18 +357,3 @@ def _with_same_norm(grad: Tensor) -> Tensor:
         norms = torch.linalg.vector_norm(flat[:whole].view(-1, PIECE), dim=1)
         norms = torch.cat((norms, flat[whole:].norm()[None]))
     return torch.linalg.vector_norm(norms, dtype=torch.float64)[None].to(grad.dtype)
-
-
-def main(argv: Sequence[str]) -> None:
-    """Draw the learning rate of a config over its steps."""
-    loaded = settings.load_config(argv)
-    steps, peak = loaded.training.steps, loaded.optimizer.lr
-    check_optim(loaded)
-    for step in sorted({max(1, round(steps * part / 20)) for part in range(21)}):
-        lr = learning_rate(step, steps, peak, loaded.lr_scheduler)
-        print(f"{step:>9,} {lr:>9.2e} {'#' * round(60 * lr / peak)}")
-
-
-if __name__ == "__main__":
-    with settings.command_line():
-        main(sys.argv[1:])

@@ -174,7 +174,6 @@ def test_ranks_that_would_read_different_data_do_not_start(
     for setting, values, shown in (
         ("data.datasets", own, hashes),
         ("validation.datasets", own, hashes),
-        ("training.seq_len", ["32", "16"], ["32", "16"]),
         ("parallelism.dp_replicate", ["1", "2"], ["1", "2"]),
     ):
         words = [f"--{setting}={value}" for value in values]
