@@ -11,14 +11,13 @@ from torch import Tensor
 
 import config as settings
 from config import Config, ConfigError
+from data.loader import IGNORED
 from parallel.activation_checkpoint import exempt_from_budget
 from parallel.context import local_indices
 from parallel.gradients import build_add, compile_each_shape
 from parallel.mesh import Mesh, ParallelDims
 from parallel.originals import check_original
 from parallel.tensor import CROSS_ENTROPY, LOSS_TERMS, vocab_parallel_cross_entropy
-
-IGNORED = -100  # label of a token that is not trained on
 
 
 def loss_chunks(config: Config) -> int:

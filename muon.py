@@ -189,12 +189,13 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     Five Newton-Schulz steps in which all singular values approach 1 and then scatter around it.
     """
     a, b, c = NEWTON_SCHULZ
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+    return x.T if is_tall else x
 
 
 class Share(NamedTuple):

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import config as settings
+from checkpoint.state import clean_name
 from config import Config, ConfigError, ParameterGroup
 from muon import GroupedOptimizer, local
 
 logger = logging.getLogger(__name__)
 
-WRAPPER_PREFIXES = r"_orig_mod\.|_checkpoint_wrapped_module\."
 PIECE = 1024  # numbers whose squares are added up in float32
 SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its input; at 0.999 it may never move
 
@@ -100,7 +100,7 @@ def build_groups(
     matched = set()
     groups: dict[tuple[int, str, float], dict[str, Any]] = {}
     for name, weight in weights:
-        name = re.sub(WRAPPER_PREFIXES, "", name)
+        name = clean_name(name)
         number = next(i for i, group in enumerate(patterns) if fnmatchcase(name, group.pattern))
         matched.add(number)
         fields = _group_fields(name, weight, patterns[number], settings)

@@ -19,14 +19,14 @@ WRAPPER_PREFIXES = r"_orig_mod\.|_checkpoint_wrapped_module\."
 def model_tensors(model_parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Name → parameter or persistent buffer, sharing memory with the model."""
     # The hooks of `state_dict` also bring FSDP2's parameters back to their sharded form.
-    return {_clean(name): _plain(name, value) for part in model_parts for name, value in part.state_dict().items()}
+    return {clean_name(name): _plain(name, value) for part in model_parts for name, value in part.state_dict().items()}
 
 
 def parameters(model_parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
     """Name → parameter as the optimizer holds it, sharded with FSDP2."""
     for part in model_parts:
         part.state_dict()  # its hooks bring FSDP2's sharded parameters back
-    return {_clean(name): parameter for part in model_parts for name, parameter in part.named_parameters()}
+    return {clean_name(name): parameter for part in model_parts for name, parameter in part.named_parameters()}
 
 
 def optimizer_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -91,7 +91,8 @@ def random_state() -> dict[str, Tensor]:
     return states
 
 
-def _clean(name: str) -> str:
+def clean_name(name: str) -> str:
+    """The name of a weight without those of wrappers: of compilation and of activation checkpointing."""
     return re.sub(WRAPPER_PREFIXES, "", name)
 
 
