@@ -364,9 +364,7 @@ def run_on_s3(folder: Path, dataset: Path, outages: int, rows: list[dict[str, An
     with s3_server() as server, fault_proxy(server) as proxy:
         create_bucket(server, "chaos")
         arguments = ("--checkpoint.folder=s3://chaos/run", "--checkpoint.interval=10")
-        with contextlib.closing(
-            Job(folder, dataset, *arguments, environment=s3_environment(proxy.endpoints[0]))
-        ) as job:
+        with contextlib.closing(Job(folder, dataset, *arguments, environment=s3_environment(proxy.endpoint))) as job:
             for number in range(outages):
                 at = 8 + number * (STEPS - 20) // outages
                 job.wait(lambda at=at: max(job.rows(), default=0) >= at, f"step {at}")  # type: ignore[misc]

@@ -388,7 +388,7 @@ def main() -> int:
                 if server and s3 and way in ("stock", "ours"):  # a proxy counts what goes through sockets
                     with fault_proxy(server) as proxy:
                         url = f"s3://{BUCKET}/0-{way}"
-                        sizes = run_ranks(2, load_through, proxy.endpoints[0], layers, dim, url, way)
+                        sizes = run_ranks(2, load_through, proxy.endpoint, layers, dim, url, way)
                         row["read ratio"] = round(proxy.counts()["bytes_out"] / sum(sizes), 3)
                 add(row)
         for way in ("stock", "ours"):

@@ -26,7 +26,7 @@ def measure_s3(dataset: Path, config: Callable[..., Config], seconds: float, out
         system, _ = fsspec.core.url_to_fs("s3://data", skip_instance_cache=True)
         for file in dataset.iterdir():
             system.pipe_file(f"s3://data/set/{file.name}", file.read_bytes())
-        os.environ["AWS_ENDPOINT_URL_S3"] = proxy.endpoints[0]
+        os.environ["AWS_ENDPOINT_URL_S3"] = proxy.endpoint
         _fail_a_fifth(proxy)
         cache = dataset.parent / "cache"
         remote = config(["s3://data/set"], window_blocks=WINDOW_BLOCKS, cache_folder=str(cache))

@@ -60,8 +60,9 @@ def check_checkpoints(
 ) -> list[str]:
     """Refuse a run that could not save or resume, or that cannot begin as set. For rank 0. Raises TitaniteError.
 
-    `check_initial` refuses a checkpoint to begin from, `check_position` the position in the data of a branch's. `job`:
-    that of this start. Nothing is left behind. Returns the names of the checkpoints in the run's places, its own.
+    `check_initial` refuses a checkpoint to begin from, `check_position` the position in the data of
+    a branch's. `job`: that of this start. Nothing is left behind. Returns the names of the
+    checkpoints in the run's places, its own.
     """
     settings = config.checkpoint
     if not settings.enable:

@@ -30,7 +30,8 @@ def find_tokenizer(
 def _find_companions(opened: Opened, place: str, named: Path | None) -> tuple[str, dict[str, bytes]]:
     """Where the tokenizer's files are, and name → content; {} if there are none.
 
-    Looks in `named`, a tokenizer.json or its folder; without it in the checkpoint, `place`, two folders above.
+    Looks in `named`, a tokenizer.json or its folder; without it in the checkpoint, `place`, two
+    folders above.
     """
     digests = opened.manifest.get("companions", {})
     if TOKENIZER in digests and not named:
@@ -60,14 +61,15 @@ def read_companions(folder: Path) -> dict[str, bytes]:
 def check_vocabulary(tokenizer: Tokenizer, place: str, opened: Opened) -> None:
     """Refuse data whose token ids are other tokens to the weights of `opened`, which was found by `place`.
 
-    A tenth may differ, such as reserved tokens that were given a use. Weights without a tokenizer pass.
+    A tenth may differ, such as reserved tokens that were given a use. Weights without a tokenizer
+    pass.
     """
     origin, companions = _find_companions(opened, place, None)
     if not companions:
         return
-    theirs = {id: token for token, id in parse_tokenizer(companions, origin).raw.get_vocab().items()}
     ours = tokenizer.raw.get_vocab()
-    others = sum(theirs.get(id, token) != token for token, id in ours.items())
+    theirs = parse_tokenizer(companions, origin).raw
+    others = sum(theirs.id_to_token(id) not in (None, token) for token, id in ours.items())
     if others > len(ours) / 10:
         raise CheckpointError(
             f"{origin}: {others:,} of the {len(ours):,} token ids in the data are other tokens in its tokenizer; "

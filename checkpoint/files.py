@@ -182,8 +182,9 @@ class _Item(NamedTuple):
 def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = lambda: None) -> None:
     """Fill the tensors of `state` (nested dicts; DTensors: this rank's part) from a checkpoint, in place.
 
-    Checks every item's CRC-32 before copying any of it. Raises CheckpointError if the checkpoint lacks a tensor or has
-    it in another shape, DamagedError naming file and tensor if bytes are wrong; `state` may then be filled in part.
+    Checks every item's CRC-32 before copying any of it. Raises CheckpointError if the checkpoint
+    lacks a tensor or has it in another shape, DamagedError naming file and tensor if bytes are
+    wrong; `state` may then be filled in part.
     """
     metadata = opened.metadata
     planner = DefaultLoadPlanner()

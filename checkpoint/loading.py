@@ -40,8 +40,8 @@ def by_age(found: Iterable[tuple[Store, list[str]]]) -> list[tuple[Store, str]]:
 def locate(place: str | Path, retry_seconds: float = 180, step: int | None = None) -> list[tuple[Store, str]]:
     """(store, name) of the checkpoints at `place` (of one `step`), newest first, over all its stores; see `find`.
 
-    `place` may end in @STEP or @best. A run folder stands for the checkpoints that it knows: others there may be those
-    of a copy, or of the original.
+    `place` may end in @STEP or @best. A run folder stands for the checkpoints that it knows: others
+    there may be those of a copy, or of the original.
     """
     place, which = split_place(str(place))
     found = by_age(find(place, committed, retry_seconds))
@@ -78,8 +78,8 @@ def find(
 ) -> list[tuple[Store, list[str]]]:
     """The stores of a run folder, a folder of checkpoints or one checkpoint, each with what `names_in` finds there.
 
-    A run's stores are its config's `checkpoint.folder` and `checkpoint.upload`. A single checkpoint has the name "".
-    Raises CheckpointError if there is no checkpoint.
+    A run's stores are its config's `checkpoint.folder` and `checkpoint.upload`. A single checkpoint
+    has the name "". Raises CheckpointError if there is no checkpoint.
     """
     settings = {}
     file = Path(place) / "config.toml"  # of a run of any version
@@ -107,8 +107,9 @@ def load_newest(
 ) -> tuple[Opened, T, set[tuple[str, str]]]:
     """Call `fill` with the first intact candidate, the same on all ranks. Collective.
 
-    If `fill` raises DamagedError on any rank, all try the next candidate. Other errors are raised on all. Returns the
-    candidate, what `fill` returned, and (url, name) of the damaged ones before. Raises CheckpointError without any.
+    If `fill` raises DamagedError on any rank, all try the next candidate. Other errors are raised
+    on all. Returns the candidate, what `fill` returned, and (url, name) of the damaged ones before.
+    Raises CheckpointError without any.
     """
     damaged: set[tuple[str, str]] = set()
     for store, name in candidates:

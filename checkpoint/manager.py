@@ -63,10 +63,11 @@ class CheckpointManager:
     ) -> None:
         """`identity` (JSON-able) says what the model is. A checkpoint with another identity is refused.
 
-        `start`: the run's start that saves, as the run's folder records it; that of rank 0 counts. `dataloader` knows
-        its position in the data: a small JSON-able dict, the same on all ranks. `allocate_state` gives the optimizer
-        the state that a load fills, without a step. `on_commit` is called on every rank with the step of each committed
-        checkpoint, by the background thread in mode `async`. Any thread calls `on_progress` as bytes move. The context
+        `start`: the run's start that saves, as the run's folder records it; that of rank 0 counts.
+        `dataloader` knows its position in the data: a small JSON-able dict, the same on all ranks.
+        `allocate_state` gives the optimizer the state that a load fills, without a step.
+        `on_commit` is called on every rank with the step of each committed checkpoint, by the
+        background thread in mode `async`. Any thread calls `on_progress` as bytes move. The context
         `section("load")` or `section("checkpoint")` is around whatever waits for them.
         """
         self.config = config
@@ -108,9 +109,10 @@ class CheckpointManager:
     def load(self) -> int:
         """Resume from the newest intact checkpoint of this run, or begin by `branch_from` or `initial_load`.
 
-        Returns the step, 0 for a new run that is no branch. Restores model, optimizer and position in the data, and at
-        the same world size the random states. If a checkpoint is damaged, logs it and takes the one before. Raises
-        TitaniteError if none is intact, one is of another model, the disk has no room, or ranks do not share a folder.
+        Returns the step, 0 for a new run that is no branch. Restores model, optimizer and position
+        in the data, and at the same world size the random states. If a checkpoint is damaged, logs
+        it and takes the one before. Raises TitaniteError if none is intact, one is of another
+        model, the disk has no room, or ranks do not share a folder.
         """
         with self.section("load"):
             self.wait()
@@ -258,9 +260,10 @@ class CheckpointManager:
     def save(self, step: int, kind: str = "step") -> None:
         """Write a checkpoint of `step`, or its "model" alone; in mode `async`, in the background.
 
-        In that mode, weights and moments are copied during the next forward and backward, and who changes them next
-        must first call `wait_for_copies`; the rest is taken at once. Waits for the save before: only one is under way
-        at a time. Raises the error on all ranks if this save (`sync`) or the one before was not committed.
+        In that mode, weights and moments are copied during the next forward and backward, and who
+        changes them next must first call `wait_for_copies`; the rest is taken at once. Waits for
+        the save before: only one is under way at a time. Raises the error on all ranks if this save
+        (`sync`) or the one before was not committed.
         """
         with self.section("checkpoint"), torch.no_grad():
             self.wait()

@@ -113,7 +113,8 @@ def commit(
 ) -> None:
     """Write DCP's index, then the manifest with `facts`, after which the checkpoint exists.
 
-    For rank 0, after all have written: `written`: each rank's item → where it lies. Raises CheckpointError, StoreError.
+    For rank 0, after all have written: `written`: each rank's item → where it lies. Raises
+    CheckpointError, StoreError.
     """
     found: dict[MetadataIndex, Any] = {}
     for own in written:

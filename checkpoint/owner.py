@@ -1,8 +1,9 @@
 """Whose checkpoints a place holds: those that the folder of a run knows, and the start that may save there.
 
-The folder names each of its checkpoints before the commit. So a copy of the folder does not know what the original has
-saved since, and a kill makes no checkpoint a stranger. A start claims its places. An earlier one that still runs, on a
-machine that was taken for lost, finds that before its next commit or removal, and ends.
+The folder names each of its checkpoints before the commit. So a copy of the folder does not know
+what the original has saved since, and a kill makes no checkpoint a stranger. A start claims its
+places. An earlier one that still runs, on a machine that was taken for lost, finds that before its
+next commit or removal, and ends.
 """
 
 import os
@@ -68,8 +69,9 @@ def record_known(run_folder: Path, names: Iterable[str]) -> None:
 def check_owner(key: str, store: Store, names: Collection[str], run_folder: Path, job: str = "") -> None:
     """Refuse a place with checkpoints of another run, or of this one that its folder does not know.
 
-    `names`: those in the place, newest first. Of strange ones the newest that can be read counts, so that one manifest
-    is read at most. A folder without a record takes its run's checkpoints for its own. Raises ConfigError.
+    `names`: those in the place, newest first. Of strange ones the newest that can be read counts,
+    so that one manifest is read at most. A folder without a record takes its run's checkpoints for
+    its own. Raises ConfigError.
     """
     known = read_known(run_folder)
     strange = [(store, name) for name in names if known is None or name not in known]
@@ -116,8 +118,8 @@ def _newest_readable(checkpoints: Iterable[tuple[Store, str]]) -> tuple[str, Man
 def _goes_on(manifest: Manifest, run_folder: Path, job: str = "") -> bool:
     """Whether a folder goes on with a checkpoint that it does not know.
 
-    It was saved from a folder of this path, by the same job on another node, with a disk of its own, or while the disk
-    of the folder was full.
+    It was saved from a folder of this path, by the same job on another node, with a disk of its
+    own, or while the disk of the folder was full.
     """
     start = manifest.get("start", {})
     same_job = job != "" and start.get("job") == job

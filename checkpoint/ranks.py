@@ -22,7 +22,8 @@ class Ranks(_DistWrapper):
 
     def together(self, step: Callable[[], T]) -> T:
         """Run `step` on every rank. If it fails on any, raise the same error on all, a DamagedError only if all are."""
-        result, own = None, None
+        result = None
+        own = None
         try:
             result = step()
         except Exception as error:

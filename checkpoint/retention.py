@@ -118,7 +118,8 @@ class Retention:
     def start(self, resumed: str) -> None:
         """Remove what killed saves have left, and more checkpoints than are kept, before this start's first save.
 
-        If the start before was on another machine, it may not have ended: then what it has left stays until a commit.
+        If the start before was on another machine, it may not have ended: then what it has left
+        stays until a commit.
         """
         try:
             sizes = self.store.sizes()

@@ -32,8 +32,9 @@ def parameters(model_parts: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
 def optimizer_tensors(model_parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """`parameter name.state name` → tensor, sharing memory with the optimizer; empty before its first step.
 
-    Leaves out hyperparameters: they come from the config, so that a resumed run may change them. Raises CheckpointError
-    for state that cannot be saved, or of which only one rank's would be saved for all.
+    Leaves out hyperparameters: they come from the config, so that a resumed run may change them.
+    Raises CheckpointError for state that cannot be saved, or of which only one rank's would be
+    saved for all.
     """
     names = {id(parameter): name for name, parameter in parameters(model_parts).items()}
     tensors = {}
@@ -117,8 +118,8 @@ def _plain(name: str, tensor: Tensor) -> Tensor:
 class Staging:
     """Host memory for this rank's part of a checkpoint, pinned with an accelerator and reused by every save.
 
-    Forward and backward do not change weights and moments, so they are copied meanwhile. The optimizer's step, which
-    changes them, must first call `wait`.
+    Forward and backward do not change weights and moments, so they are copied meanwhile. The
+    optimizer's step, which changes them, must first call `wait`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -131,8 +132,9 @@ class Staging:
     def prepare(self, sources: dict[MetadataIndex, Tensor]) -> Callable[[], None]:
         """Return a function that copies `sources` as they are now. Another thread must call it and then end.
 
-        The function leaves its thread on the stream and its device. `with` would return to a new thread's default
-        device, the first, where torch 2.11 to 2.13 then makes a CUDA context for each rank, in that GPU's memory.
+        The function leaves its thread on the stream and its device. `with` would return to a new
+        thread's default device, the first, where torch 2.11 to 2.13 then makes a CUDA context for
+        each rank, in that GPU's memory.
         """
         self.queued = threading.Event()
         self.copied = None

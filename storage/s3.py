@@ -1,9 +1,9 @@
 """A store on object storage with the S3 API.
 
-Endpoint and credentials come from the environment, as for any AWS tool: AWS_ENDPOINT_URL_S3, AWS_REGION,
-AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, the `s3` section of ~/.aws/config. Calls botocore (a dependency of s3fs)
-directly: its blocking client on several threads moves more bytes per core than s3fs's one event loop, and lets us
-decide what to retry and for how long.
+Endpoint and credentials come from the environment, as for any AWS tool: AWS_ENDPOINT_URL_S3,
+AWS_REGION, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, the `s3` section of ~/.aws/config. Calls
+botocore (a dependency of s3fs) directly: its blocking client on several threads moves more bytes
+per core than s3fs's one event loop, and lets us decide what to retry and for how long.
 """
 
 import logging

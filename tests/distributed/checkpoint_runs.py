@@ -16,8 +16,10 @@ from torch.distributed.tensor import DTensor
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import Manifest
 from checkpoint.owner import new_start
+from checkpoint.retention import committed
 from config import Checkpoint, Comm, Config, Training
 from optim import allocate_state
+from storage import open_store
 
 IDENTITY = {"name": "tower", "dim": 12, "layers": [2, 2]}
 
@@ -161,6 +163,11 @@ def load_model(place: str | Path, model: nn.Module) -> Manifest:
     with patch("checkpoint.loading.check_identity") as check:
         assert manager.load() == 0
     return check.call_args.args[0]
+
+
+def steps_in(place: str | Path) -> list[int]:
+    """The steps of the checkpoints at a folder or URL, newest first."""
+    return [int(name.split("-")[1]) for name in committed(open_store(place, 20))]
 
 
 def flip_bit(file: Path, position: int) -> None:

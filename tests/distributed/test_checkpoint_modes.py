@@ -20,12 +20,8 @@ from checkpoint.checks import check_checkpoints
 from checkpoint.retention import committed
 from config import Checkpoint, Config, ConfigError, Optimizer, Parallelism, Training
 from storage import LocalStore, StoreError, open_store
-from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_model, load_run, same, train_run
+from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_model, load_run, same, steps_in, train_run
 from tests.harness import run_ranks
-
-
-def steps_in(folder: Path) -> list[int]:
-    return [int(name.split("-")[1]) for name in committed(open_store(folder))]
 
 
 def test_async_saves_the_state_of_its_step_whatever_training_does_meanwhile(tmp_path):

@@ -30,13 +30,13 @@ def bucket(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture(scope="session")
 def _proxy(s3_endpoint: str) -> Iterator[FaultProxy]:
-    with fault_proxy(s3_endpoint, views=4) as proxy:
+    with fault_proxy(s3_endpoint) as proxy:
         yield proxy
 
 
 @pytest.fixture
 def proxy(_proxy: FaultProxy, bucket: str, monkeypatch: pytest.MonkeyPatch) -> FaultProxy:
-    """A well-behaved proxy before the server, with four views; the environment points at view 0."""
+    """A well-behaved proxy before the server; the environment points at it."""
     _proxy.reset()
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", _proxy.endpoints[0])
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", _proxy.endpoint)
     return _proxy

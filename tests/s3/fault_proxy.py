@@ -1,6 +1,6 @@
-"""An HTTP proxy before an S3 server that misbehaves on demand. One port per view: give each rank its own.
+"""An HTTP proxy before an S3 server that misbehaves on demand.
 
-What it can do, by rule, to the requests that match an operation, a key and a view:
+What it can do, by rule, to the requests that match an operation and a key:
 
     503, 501, 500, 409, 403, expired   answered so, without reaching the server
     404, empty      as by a proxy that does not reach the server: 404 without XML, 200 without a body
@@ -43,59 +43,52 @@ HOP_HEADERS = ("content-length", "transfer-encoding", "connection", "expect", "d
 
 
 class FaultProxy:
-    """Steers a running proxy. `endpoints[i]` is the address of view i."""
+    """Steers a running proxy."""
 
-    def __init__(self, ports: list[int]) -> None:
-        self.endpoints = [f"http://127.0.0.1:{port}" for port in ports]
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
 
     def reset(self) -> None:
         """No faults, counts from zero."""
         self._control({"reset": True})
 
-    def fault(
-        self,
-        fault: str,
-        operation: str = ".*",
-        key: str = "",
-        view: int | None = None,
-        skip: int = 0,
-        times: int = 10**6,
-    ) -> None:
+    def fault(self, fault: str, operation: str = ".*", key: str = "", skip: int = 0, times: int = 10**6) -> None:
         """From now on `fault` for requests whose operation and key match these regular expressions.
 
         The first `skip` of them pass, the next `times` are hit. Operations: put, upload_part, create_multipart,
         complete_multipart, abort_multipart, get, head, list, delete, post_bucket (of several deletions).
         """
-        rule = {"fault": fault, "operation": operation, "key": key, "view": view, "skip": skip, "times": times}
+        rule = {"fault": fault, "operation": operation, "key": key, "skip": skip, "times": times}
         self._control({"rule": rule})
 
     def counts(self) -> dict[str, int]:
-        """Requests by operation, faults as `fault:NAME`, and `bytes_in`, `bytes_out` of the bodies."""
+        """Requests by operation, faults as `fault:NAME`, and `bytes_out` of the answers' bodies."""
         return self._control({})
 
     def _control(self, message: dict[str, Any]) -> dict[str, int]:
-        request = urllib.request.Request(self.endpoints[0] + CONTROL, json.dumps(message).encode(), method="POST")
+        request = urllib.request.Request(self.endpoint + CONTROL, json.dumps(message).encode(), method="POST")
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
 
 @contextmanager
-def fault_proxy(upstream: str, views: int = 1) -> Iterator[FaultProxy]:
+def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
     """Start a proxy before the server at `upstream`. It ends with its input: with this process, even if killed."""
-    ports, pipe = [free_port() for _ in range(views)], subprocess.PIPE
-    command = [sys.executable, "-m", "tests.s3.fault_proxy", upstream, *map(str, ports)]
+    port, pipe = free_port(), subprocess.PIPE
+    command = [sys.executable, "-m", "tests.s3.fault_proxy", upstream, str(port)]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        yield FaultProxy(ports)
+        yield FaultProxy(f"http://127.0.0.1:{port}")
 
 
 # ---------------------------------------------------------------- the proxy's own process
 
 
 class _Proxy:
-    def __init__(self, upstream: str, ports: list[int]) -> None:
-        self.upstream, self.ports = upstream, ports
+    def __init__(self, upstream: str, port: int) -> None:
+        self.upstream = upstream
+        self.port = port
         self.clear()
 
     def clear(self) -> None:
@@ -110,30 +103,28 @@ class _Proxy:
             self.rules.append(message["rule"])
         return web.json_response(self.counts)
 
-    def matching_rule(self, operation: str, key: str, view: int) -> dict[str, Any]:
+    def matching_fault(self, operation: str, key: str) -> str:
         for rule in self.rules:
             fits = re.fullmatch(rule["operation"], operation) and re.search(rule["key"], key)
-            if not fits or rule["view"] not in (None, view) or not rule["times"]:
+            if not fits or not rule["times"]:
                 continue
             if rule["skip"]:
                 rule["skip"] -= 1
                 continue
             rule["times"] -= 1
-            self.counts[f"fault:{rule['fault']}"] += 1
-            return rule
-        return {"fault": ""}
+            fault: str = rule["fault"]
+            self.counts[f"fault:{fault}"] += 1
+            return fault
+        return ""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         if request.path == CONTROL:
             return await self.control(request)
         assert request.transport is not None
-        view = self.ports.index(request.transport.get_extra_info("sockname")[1])
         operation, key = _operation(request)
         body = await request.read()
         self.counts[operation] += 1
-        self.counts["bytes_in"] += len(body)
-        rule = self.matching_rule(operation, key, view)
-        fault = rule["fault"]
+        fault = self.matching_fault(operation, key)
         if fault in CODES:
             return _error(*CODES[fault])
         if fault == "404":
@@ -187,8 +178,7 @@ class _Proxy:
             app.router.add_route("*", "/{path:.*}", self.handle)
             runner = web.AppRunner(app, access_log=None)
             await runner.setup()
-            for port in self.ports:
-                await web.TCPSite(runner, "127.0.0.1", port).start()
+            await web.TCPSite(runner, "127.0.0.1", self.port).start()
             print("ready", flush=True)
             await asyncio.to_thread(sys.stdin.read)
             os._exit(0)  # also in the middle of a request
@@ -221,4 +211,4 @@ def _error(status: int, code: str) -> web.Response:
 
 
 if __name__ == "__main__":
-    asyncio.run(_Proxy(sys.argv[1], [int(port) for port in sys.argv[2:]]).serve())
+    asyncio.run(_Proxy(sys.argv[1], int(sys.argv[2])).serve())

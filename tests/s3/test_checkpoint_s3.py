@@ -5,12 +5,11 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from checkpoint.retention import committed
-from storage import OutageError, S3Store, StoreError, open_store
+from storage import OutageError, S3Store, open_store
 from tests.distributed.checkpoint_kills import survive_kills
-from tests.distributed.checkpoint_runs import Run, load_run, same, train_run
+from tests.distributed.checkpoint_runs import Run, load_run, same, steps_in, train_run
 from tests.harness import run_ranks
 
 # Short waits, so that what is never answered is soon given up.
@@ -23,10 +22,6 @@ def store_at(url: str) -> S3Store:
     store = open_store(url, 20)
     assert isinstance(store, S3Store)
     return store
-
-
-def steps_in(url: str) -> list[int]:
-    return [int(name.split("-")[1]) for name in committed(store_at(url))]
 
 
 def content(url: str) -> dict[str, bytes]:
@@ -80,11 +75,6 @@ def test_every_damage_is_found_and_named_and_the_one_before_is_used(two_steps, c
     assert run.checkpoint.load() == 2
 
 
-def _on_own_view(endpoints, function, *arguments):
-    os.environ["AWS_ENDPOINT_URL_S3"] = endpoints[dist.get_rank()]
-    return function(*arguments)
-
-
 # ---------------------------------------------------------------- requests that fail
 
 
@@ -103,20 +93,6 @@ def test_passing_faults_are_survived(bucket, proxy):
     resumed.train(2, 3)
     assert same(resumed.everything(), straight.everything()) == []
     assert [fault for fault in faults if not proxy.counts()[f"fault:{fault}"]] == []
-
-
-def test_a_store_that_fails_for_one_rank_fails_the_save_on_all(bucket, proxy):
-    proxy.fault("403", "put", view=1)
-    messages = run_ranks(2, _on_own_view, proxy.endpoints, _failing_save, bucket)
-    assert messages[0] == messages[1]
-    assert "AccessDenied" in messages[0]
-    assert steps_in(bucket) == []
-
-
-def _failing_save(url):
-    with pytest.raises(StoreError) as caught:
-        Run(url, (2,), **WAITS).train(0, 1)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("fault", ["503", "404"])

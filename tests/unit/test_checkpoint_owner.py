@@ -19,11 +19,7 @@ from checkpoint.owner import TakenOverError
 from checkpoint.retention import committed
 from config import Checkpoint, Config, ConfigError
 from storage import LocalStore, StoreError, open_store
-from tests.distributed.checkpoint_runs import IDENTITY, Run, flip_bit
-
-
-def steps_in(folder: Path | str) -> list[int]:
-    return [int(name.split("-")[1]) for name in committed(open_store(folder))]
+from tests.distributed.checkpoint_runs import IDENTITY, Run, flip_bit, steps_in
 
 
 def content(folder: Path | str) -> dict[Path, bytes]:
