@@ -60,9 +60,13 @@ def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, 
     # A multiple of 64 keeps the output matmul on the fast path of GPUs, and 16 divides it for float8.
     vocab_size = model.vocab_size or flavor.vocab_size or -(-data_vocab_size // 64) * 64
     if vocab_size < data_vocab_size:
-        key = f"model.vocab_size = {vocab_size}" if model.vocab_size else f"model.flavor = {model.flavor!r}"
-        needed = f"the data's tokenizer needs {data_vocab_size}; set model.vocab_size to at least that"
-        raise ConfigError(f"{key}: {vocab_size} rows of embedding are too few; {needed}")
+        key = f"model.flavor = {model.flavor!r}"
+        if model.vocab_size:
+            key = f"model.vocab_size = {vocab_size}"
+        raise ConfigError(
+            f"{key}: {vocab_size} rows of embedding are too few; the data's tokenizer needs {data_vocab_size}; "
+            "set model.vocab_size to at least that"
+        )
     if model.n_layers:
         flavor = dataclasses.replace(flavor, n_layers=model.n_layers)
     return spec, dataclasses.replace(flavor, vocab_size=vocab_size)
@@ -83,13 +87,18 @@ def build_model(spec: ModelSpec, flavor: Any) -> nn.Module:
     """Build the model on the meta device, without memory. Raises ConfigError for buffers and weights with two names."""
     with torch.device("meta"):
         model = spec.model(flavor)
-    if buffers := [name for name, _ in model.named_buffers()]:
-        advice = "compute it in forward, or make it a parameter"
-        raise ConfigError(f"buffer {buffers[0]}: would stay empty, since only parameters get initial values; {advice}")
+    for name, _ in model.named_buffers():
+        raise ConfigError(
+            f"buffer {name}: would stay empty, since only parameters get initial values; "
+            "compute it in forward, or make it a parameter"
+        )
     names = {name for name, _ in model.named_parameters()}
-    if others := [name for name, _ in model.named_parameters(remove_duplicate=False) if name not in names]:
-        advice = "let forward use one module in both places, as Llama does for tied embeddings"
-        raise ConfigError(f"{others[0]}: second name of a weight, would get a weight of its own if sharded; {advice}")
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name not in names:
+            raise ConfigError(
+                f"{name}: second name of a weight, would get a weight of its own if sharded; "
+                "let forward use one module in both places, as Llama does for tied embeddings"
+            )
     return model
 
 

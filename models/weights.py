@@ -18,7 +18,8 @@ def build_refresh(parts: list[nn.Module], config: Config) -> Callable[[], None]:
 
     Otherwise FSDP2 would cast weights to float8 by old scales, and a rank alone would compute with old copies.
     """
-    cast, add = build_cast(getattr(torch, config.training.param_dtype), config.compile), build_add(config.compile)
+    cast = build_cast(getattr(torch, config.training.param_dtype), config.compile)
+    add = build_add(config.compile)
     casts = config.training.param_dtype != "float32" or gathers_float8(config.float8)
     # A rank alone, without FSDP2, then casts its weights once a step, not at each use in each microbatch.
     keeps_copies = casts and (config.float8.enable or not config.parallelism.reshard_after_forward)
@@ -51,5 +52,6 @@ def refresh_copies(model: nn.Module, cast: Callable[[Tensor], Tensor], add: Call
 
 
 def _hand_over(weight: Tensor, add: Callable[..., Tensor], copy: Tensor) -> None:
-    gradient, copy.grad = copy.grad, None
+    gradient = copy.grad
+    copy.grad = None
     weight.grad = add(weight.grad, gradient, weight.dtype)

@@ -32,8 +32,8 @@ ATTENTION_OPS = frozenset(
 
 def check_activation_checkpoint(config: Config) -> None:
     """Raises ConfigError for a budget without the compiler, which keeps to it."""
-    settings, compile = config.activation_checkpoint, config.compile
-    if settings.mode == "budget" and not (compile.enable and compile.backend == "inductor"):
+    by_inductor = config.compile.enable and config.compile.backend == "inductor"
+    if config.activation_checkpoint.mode == "budget" and not by_inductor:
         needs = 'compile.enable = true and compile.backend = "inductor"'
         raise ConfigError(f'activation_checkpoint.mode = "budget": needs {needs}')
 
@@ -54,9 +54,10 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
     contexts = {"selective": _selective_contexts, "budget": _budget_contexts}
     options: dict[str, Any] = {}
     if settings.mode in contexts:
-        options["context_fn"] = context_fn = contexts[settings.mode]
+        context_fn: Any = contexts[settings.mode]
         # Tells the compiler's cache the policies below; without it a second start would compile everything again.
-        context_fn.cache_hash = OWN_HASH  # type: ignore[attr-defined]
+        context_fn.cache_hash = OWN_HASH
+        options["context_fn"] = context_fn
     forward = block.forward
 
     # A function, not a partial: torch.compile has to find the checkpoint inside a frame.
@@ -67,7 +68,11 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
 
 
 def guide_compiler() -> None:
-    """Overrule choices of the compiler, for the whole process: what to compute again, and how many graphs to make."""
+    """Overrule choices of the compiler, for the whole process: what to compute again, and how many graphs to make.
+
+    The compiler traces forward and backward of a block into one joint graph, and then decides what the forward keeps
+    for the backward. Before it does, two functions here mark nodes of that graph. No value changes.
+    """
 
     def overrule(joint: fx.GraphModule, _: Any) -> fx.GraphModule:
         _copy_in_backward(joint.graph)
@@ -96,29 +101,48 @@ def _copy_in_backward(graph: fx.Graph) -> None:
         while source.op != "placeholder" and len(source.all_input_nodes) == 1:  # a transposed weight, say
             (source,) = source.all_input_nodes
         dtype = getattr(source.meta.get("val"), "dtype", None)  # a size has none
-        if source.op == "placeholder" and dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        is_input = source.op == "placeholder"
+        if is_input and dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
             copy.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _settle_scales(graph: fx.Graph) -> None:
     """Compute each scale of float8 once, where its maximum is found, not again in every thread that casts.
 
-    torchao divides in float64, and recipe `rowwise` rounds to a power of two. The compiler takes that for cheap.
+    torchao divides in float64, and recipe `rowwise` rounds to a power of two. The compiler takes that for cheap and
+    repeats it in each kernel that reads the scale. It does not do so across an `as_strided`, here of the same shape
+    and strides, which makes the scale a tensor in memory.
     """
-    casts = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-    rounding = (aten.log2.default, aten.floor.default, aten.exp2.default)
-    for scale in [node for node in graph.nodes if node.target in casts]:
-        if (scale.all_input_nodes[0].meta["val"].dtype, scale.meta["val"].dtype) != (torch.float64, torch.float32):
+    for cast in list(graph.nodes):
+        if not _casts_to_scale(cast):
             continue
-        while users := [user for user in scale.users if user.target in rounding]:
-            scale = users[0]
+        scale = _after_rounding(cast)
         value = scale.meta["val"]
-        if not all(isinstance(n, int) for n in (*value.shape, *value.stride())):
+        sizes = (*value.shape, *value.stride())
+        if not all(isinstance(size, int) for size in sizes):
             continue
         with graph.inserting_after(scale):
             settled = graph.call_function(aten.as_strided.default, (scale, value.shape, value.stride()))
         settled.meta |= scale.meta
         scale.replace_all_uses_with(settled, delete_user_cb=lambda user, settled=settled: user is not settled)
+
+
+def _casts_to_scale(node: fx.Node) -> bool:
+    """Whether a node casts float64 to float32, as only torchao's scales are."""
+    if node.target not in (aten._to_copy.default, torch.ops.prims.convert_element_type.default):
+        return False
+    source = node.all_input_nodes[0]
+    return source.meta["val"].dtype == torch.float64 and node.meta["val"].dtype == torch.float32
+
+
+def _after_rounding(scale: fx.Node) -> fx.Node:
+    """The last of the operators that round a scale to a power of two; the scale itself if there are none."""
+    for operator in (aten.log2.default, aten.floor.default, aten.exp2.default):
+        for user in scale.users:
+            if user.target is operator:
+                scale = user
+                break
+    return scale
 
 
 def exempt_from_budget(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -36,13 +36,18 @@ def build_gather(mesh: DeviceMesh) -> Callable[[Tensor, Tensor], tuple[Tensor, T
     """
     # torch 2.13 has another name for it and warns on every rank.
     warnings.filterwarnings("ignore", message=".*all_gather_tensor_autograd. is deprecated")
-    group, size = mesh.get_group(), mesh.size()
+    group = mesh.get_group()
 
     def gather(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         # Not along S: torch would add a copy that the compiler of torch 2.12 cannot trace.
-        parts = all_gather_tensor_autograd(torch.stack((k, v)), gather_dim=0, group=group).chunk(size)
-        chunks = [chunk for part in parts for chunk in part.chunk(2, dim=-2)]  # rank 0's two, rank 1's two, ...
-        k, v = torch.cat(chunks[::2] + chunks[1::2][::-1], dim=-2)
+        gathered = all_gather_tensor_autograd(torch.stack((k, v)), gather_dim=0, group=group)
+        first_halves = []
+        second_halves = []
+        for part in gathered.chunk(mesh.size()):
+            first, second = part.chunk(2, dim=-2)
+            first_halves.append(first)
+            second_halves.append(second)
+        k, v = torch.cat(first_halves + second_halves[::-1], dim=-2)
         return k, v
 
     return gather
@@ -63,8 +68,10 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Te
     for queries, _, of_keys, causal in _ring(k, v, q.shape[1], group):
         part, part_lse = _flash(q[:, :, queries], *of_keys, causal=causal)
         merged = torch.logaddexp(lse[:, :, queries], part_lse)
-        out[:, :, queries] *= (lse[:, :, queries] - merged).exp()[..., None]
-        out[:, :, queries] += part.float() * (part_lse - merged).exp()[..., None]
+        kept = (lse[:, :, queries] - merged).exp()
+        added = (part_lse - merged).exp()
+        out[:, :, queries] *= kept[..., None]
+        out[:, :, queries] += part.float() * added[..., None]
         lse[:, :, queries] = merged
     return out.to(q.dtype), lse
 
@@ -96,13 +103,15 @@ def _ring(k: Tensor, v: Tensor, n_heads: int, group: dist.ProcessGroup) -> Itera
     That is: which of its queries, which of the keys it has, those keys and values [2, B, N, S, H], repeated for the
     `n_heads` query heads that share them, whether causal.
     """
-    size, kv = group.size(), torch.stack((k, v))
-    for step in range(size):
-        if step < size - 1:
+    kv = torch.stack((k, v))
+    shared_by = n_heads // k.shape[1]
+    last = group.size() - 1
+    for step in range(group.size()):
+        if step < last:
             kv_next, transfer = _pass_on(kv, group)
         queries, keys = _halves(step, group.rank(), k.shape[2])
-        yield queries, keys, kv[:, :, :, keys].repeat_interleave(n_heads // k.shape[1], dim=2), step == 0
-        if step < size - 1:
+        yield queries, keys, kv[:, :, :, keys].repeat_interleave(shared_by, dim=2), step == 0
+        if step < last:
             for work in transfer:
                 work.wait()
             kv = kv_next
@@ -145,19 +154,21 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> tuple[Tensor, Te
 
 def _flash_backward(of_queries: list[Tensor], of_keys: Tensor, *, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, from (grad, q, out, lse) and (k, v). `out` and `lse` are over all keys, not only `k`."""
-    (grad, q, out, lse), (k, v) = of_queries, of_keys
+    grad, q, out, lse = of_queries
+    k, v = of_keys
     if q.is_cpu:
         return aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.zeros((), dtype=torch.uint64)
-    S, T = q.shape[2], k.shape[2]
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
+    offset = torch.zeros((), dtype=torch.uint64)
     return aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, None, None, S, T, 0.0, causal, *no_dropout
+        grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset
     )
 
 
 @ring_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, group_name: str) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:3], dtype=torch.float32)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @ring_attention_backward.register_fake
@@ -169,12 +180,13 @@ def _(
 
 
 def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    q, k, v, ctx.group_name = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    *tensors, ctx.group_name = inputs
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx, grad, _):  # type: ignore[no-untyped-def]
-    return *ring_attention_backward(grad, *ctx.saved_tensors, ctx.group_name), None
+    gradients = ring_attention_backward(grad, *ctx.saved_tensors, ctx.group_name)
+    return *gradients, None
 
 
 ring_attention.register_autograd(_backward, setup_context=_save)

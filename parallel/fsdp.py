@@ -35,8 +35,9 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
         # Hidden states already have the compute type, and rotary angles must stay float32.
         cast_forward_inputs=False,
     )
-    # Pinning host memory needs an accelerator.
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if settings.cpu_offload else OffloadPolicy()
+    offload = OffloadPolicy()
+    if settings.cpu_offload:  # pinning host memory needs an accelerator
+        offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
     # A pipeline does not reshard: each microbatch would gather the weights again.
     reshard: bool | int = settings.reshard_after_forward and settings.pp == 1
@@ -62,8 +63,10 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
     modules: list[Any] = [group[0] for group in groups]  # a group's modules share one state
     count = settings.prefetch_layers  # 0: FSDP2's own choice
     for i, module in enumerate(modules):
-        module.set_modules_to_forward_prefetch(modules[i + 1 : i + 1 + count])
-        module.set_modules_to_backward_prefetch(modules[max(0, i - count) : i][::-1])
+        following = modules[i + 1 : i + 1 + count]
+        preceding = modules[max(0, i - count) : i]
+        module.set_modules_to_forward_prefetch(following)
+        module.set_modules_to_backward_prefetch(preceding[::-1])
 
 
 class AllToAllReduceScatter(ReduceScatter):
@@ -90,12 +93,15 @@ def set_last_microbatch(model: nn.Module, is_last: bool, mesh: DeviceMesh, setti
     A rank alone puts nothing off: on an accelerator its whole gradients and their sums are in the memory of different
     streams, which cannot reuse each other's. With `cpu_offload` it does, since each sum goes to the host.
     """
-    if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(is_last)
-        if not settings.sync_every_microbatch:
-            model.set_requires_gradient_sync(is_last or (mesh.size() == 1 and not settings.cpu_offload))
-            if not settings.reshard_after_forward:  # then weights need no second gather, either
-                model.set_reshard_after_backward(is_last)
+    if not isinstance(model, FSDPModule):
+        return
+    model.set_requires_all_reduce(is_last)
+    if settings.sync_every_microbatch:
+        return
+    puts_off = mesh.size() > 1 or settings.cpu_offload
+    model.set_requires_gradient_sync(is_last or not puts_off)
+    if not settings.reshard_after_forward:  # then weights need no second gather, either
+        model.set_reshard_after_backward(is_last)
 
 
 def reshard(parts: list[nn.Module]) -> None:

@@ -54,19 +54,31 @@ class ParallelDims:
             )
         if parallelism.local_steps and dp_replicate == 1:
             raise ConfigError(f"parallelism.local_steps = {parallelism.local_steps}: needs dp_replicate above 1")
-        group, shards = parallelism.reshard_group_size, dp_shard * cp
+        islands = dp_replicate if parallelism.local_steps else 1
+        dims = cls(dp_replicate, dp_shard, cp, tp, pp, islands)
+        dims._check_groups(parallelism)
+        return dims
+
+    def _check_groups(self, parallelism: Parallelism) -> None:
+        group = parallelism.reshard_group_size
+        if not group:
+            return
         # With pp, weights stay gathered. FSDP2's groups support neither tp's DTensors nor islands' ranks.
-        possible = parallelism.reshard_after_forward and tp == pp == 1 and not parallelism.local_steps
-        if group and not (possible and 1 < group < shards and shards % group == 0):
+        possible = parallelism.reshard_after_forward and self.tp == self.pp == 1 and not parallelism.local_steps
+        divides = 1 < group < self.shards and self.shards % group == 0
+        if not possible or not divides:
             raise ConfigError(
-                f"parallelism.reshard_group_size = {group}: must divide the {shards} ranks that share the weights into "
-                "smaller groups, and needs reshard_after_forward = true, pp = 1, tp = 1 and local_steps = 0"
+                f"parallelism.reshard_group_size = {group}: must divide the {self.shards} ranks that share the weights "
+                "into smaller groups, and needs reshard_after_forward = true, pp = 1, tp = 1 and local_steps = 0"
             )
-        return cls(dp_replicate, dp_shard, cp, tp, pp, dp_replicate if parallelism.local_steps else 1)
 
     def __str__(self) -> str:
-        axes = {axis: getattr(self, axis) for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
-        return " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1) or "one rank"
+        words = []
+        for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+            size = getattr(self, axis)
+            if size > 1:
+                words.append(f"{axis} {size}")
+        return " x ".join(words) or "one rank"
 
     @property
     def dp(self) -> int:
@@ -90,8 +102,8 @@ class ParallelDims:
     def island(self, rank: int) -> int:
         """The island of a rank; 0 if there is only one.
 
-        Islands are blocks of data-parallel ranks, as `dp_replicate` is outside `dp_shard`. Dealt in turn, they would
-        count other ranks' tokens than those whose gradients `fsdp` sums.
+        Islands are blocks of data-parallel ranks, as `dp_replicate` is outside `dp_shard`. Assigned round-robin, they
+        would count other ranks' tokens than those whose gradients `fsdp` sums.
         """
         return self.dp_rank(rank) * self.islands // self.dp
 
@@ -103,8 +115,9 @@ class ParallelDims:
         """Build the group of the ranks that compute an update together: of a pipeline's stage and an island."""
         if self.pp == self.islands == 1:
             return None
-        size = dist.get_world_size() // (self.pp * self.islands)
-        groups = [list(range(first, first + size)) for first in range(0, dist.get_world_size(), size)]
+        ranks = list(range(dist.get_world_size()))
+        size = len(ranks) // (self.pp * self.islands)
+        groups = [ranks[first : first + size] for first in range(0, len(ranks), size)]
         return dist.new_subgroups_by_enumeration(groups)[0]
 
     def build_mesh(self, device_type: str) -> Mesh:

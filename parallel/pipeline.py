@@ -6,7 +6,6 @@ The schedules are torch's: 1F1B and its interleaved form (Narayanan et al. 2021)
 import inspect
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +75,9 @@ def _build_pipeline(
     parts: list[nn.Module], loss_fn: LossFn, dim: int, vocab_size: int, mesh: Mesh, config: Config
 ) -> Compute:
     stages = _build_stages(parts, dim, vocab_size, mesh, config)
-    first, last, device = stages[0].is_first, stages[-1].is_last, stages[0].device
+    is_first = stages[0].is_first
+    is_last_stage = stages[-1].is_last
+    device = stages[0].device
     divisor = torch.ones((), device=device)  # read by the loss, which the schedule calls with two arguments
     kind = get_schedule_class(config.parallelism.pp_schedule)
 
@@ -85,8 +86,9 @@ def _build_pipeline(
             stages[-1].forget_outputs()
         return loss_fn(output, labels) / divisor
 
+    run_by: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
     schedule = kind(
-        stages[0] if issubclass(kind, PipelineScheduleSingle) else stages,
+        run_by,
         config.training.local_batch_size // config.parallelism.pp_microbatch_size,
         loss_fn=mean_loss,
         scale_grads=False,
@@ -94,11 +96,14 @@ def _build_pipeline(
     told_to_reduce = "finalize_gradients" in inspect.signature(schedule.step).parameters  # torch 2.15
 
     def run(action: Callable[..., object], tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
-        losses: list[Tensor] = []
-        inputs = (tokens.contiguous(),) if first else ()  # torch 2.11 takes no other strides
+        inputs = [tokens.contiguous()] if is_first else []  # torch 2.11 takes no other strides
         kwargs = {} if positions is None else {"positions_BS": positions}
-        action(*inputs, target=labels if last else None, losses=losses if last else None, **kwargs)
-        return torch.stack(losses).sum() if last else torch.zeros((), device=device)
+        if not is_last_stage:
+            action(*inputs, **kwargs)
+            return torch.zeros((), device=device)
+        losses: list[Tensor] = []
+        action(*inputs, target=labels, losses=losses, **kwargs)
+        return torch.stack(losses).sum()
 
     def forward(tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
         divisor.fill_(1)
@@ -110,8 +115,10 @@ def _build_pipeline(
         divisor.copy_(n_tokens)
         for stage in stages:
             stage.is_last_batch = is_last
-        reduces = {"finalize_gradients": is_last} if told_to_reduce else {}
-        return run(partial(schedule.step, return_outputs=False, **reduces), tokens, labels, positions).detach()
+        step = partial(schedule.step, return_outputs=False)
+        if told_to_reduce:
+            step = partial(step, finalize_gradients=is_last)
+        return run(step, tokens, labels, positions).detach()
 
     return Compute(forward_backward, forward)
 
@@ -122,17 +129,21 @@ def _build_stages(parts: list[nn.Module], dim: int, vocab_size: int, mesh: Mesh,
     device = torch.device(mesh.pp.device_type)
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
-    size, length = settings.pp_microbatch_size, training.seq_len // mesh.cp.size()
+    size = settings.pp_microbatch_size
+    length = training.seq_len // mesh.cp.size()
+    tp = mesh.tp.size()
+    hidden_shape = [size, length, dim]
+    if tp > 1:  # which cuts the tokens of all sequences, in one row
+        hidden_shape = [size * length // tp, dim]
     dtype = getattr(torch, training.param_dtype)
     tokens = torch.empty(size, training.seq_len, dtype=torch.int64, device="meta")
-    tp = mesh.tp.size()
-    own = (size, length) if tp == 1 else (size * length // tp,)  # tp cuts the tokens of all sequences, in one row
-    hidden = torch.empty(*own, dim, dtype=dtype, device="meta", requires_grad=True)
+    hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
     scores = torch.empty(size, length, vocab_size // tp, dtype=dtype, device="meta", requires_grad=True)
-    numbers, n_stages = stages_of_rank(mesh.pp.get_local_rank(), settings), mesh.pp.size() * len(parts)
+    n_stages = mesh.pp.size() * len(parts)
     stages = []
-    for part, i in zip(parts, numbers, strict=True):
-        inputs, outputs = tokens if i == 0 else hidden, scores if i == n_stages - 1 else hidden
+    for part, i in zip(parts, stages_of_rank(mesh.pp.get_local_rank(), settings), strict=True):
+        inputs = tokens if i == 0 else hidden
+        outputs = scores if i == n_stages - 1 else hidden
         stages.append(_Stage(part, i, n_stages, device, inputs, outputs, group=mesh.pp.get_group()))
     return stages
 
@@ -157,7 +168,7 @@ class _Stage(PipelineStage):
 
 
 def stages_of_rank(rank: int, settings: Parallelism) -> list[int]:
-    """Numbers of the stages that a rank of the pipeline holds. If there are more than ranks, they are dealt in turn."""
+    """Numbers of the stages that a rank of the pipeline holds. They are assigned round-robin."""
     per_rank = 1 if settings.pp_schedule == "1F1B" else settings.pp_stages_per_rank
     return list(range(rank, settings.pp * per_rank, settings.pp))
 
@@ -167,22 +178,31 @@ def layers_of_stages(n_layers: int, n_stages: int) -> list[range]:
     least, more = divmod(n_layers, n_stages)
     # The stages nearest to the middle get one layer more.
     middle = sorted(range(n_stages), key=lambda stage: abs(2 * stage - n_stages + 1))[:more]
-    ends = [0, *accumulate(least + (stage in middle) for stage in range(n_stages))]
-    return [range(start, end) for start, end in pairwise(ends)]
+    layers = []
+    start = 0
+    for stage in range(n_stages):
+        end = start + least + (stage in middle)
+        layers.append(range(start, end))
+        start = end
+    return layers
 
 
 def check_pipeline(config: Config, n_layers: int) -> None:
     """Raises ConfigError if the batch or the layers do not fit the pipeline."""
-    settings, batch = config.parallelism, config.training.local_batch_size
+    settings = config.parallelism
+    batch = config.training.local_batch_size
     if settings.pp == 1:
         return
     n_stages = settings.pp * len(stages_of_rank(0, settings))
     if n_layers < n_stages:
         raise ConfigError(f"parallelism.pp = {settings.pp}: n_layers = {n_layers} are too few for {n_stages} stages")
     microbatches, rest = divmod(batch, settings.pp_microbatch_size)
-    in_turn = settings.pp_schedule != "1F1B"
-    if rest or microbatches < settings.pp or (in_turn and microbatches % settings.pp):
-        needed = "a multiple of" if in_turn else "a whole number, at least"
+    fits = not rest and microbatches >= settings.pp
+    needed = "a whole number, at least"
+    if settings.pp_schedule != "1F1B":
+        fits = not rest and microbatches % settings.pp == 0
+        needed = "a multiple of"
+    if not fits:
         raise ConfigError(
             f"training.local_batch_size / parallelism.pp_microbatch_size = {batch} / {settings.pp_microbatch_size}: "
             f"must be {needed} parallelism.pp = {settings.pp} with {settings.pp_schedule}"

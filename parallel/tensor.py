@@ -44,12 +44,14 @@ class VocabParallelEmbedding(ParallelStyle):
         """Raises ConfigError for an embedding that is not torch's plain one."""
         plain = nn.Embedding(1, 1, device="meta")
         options = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
-        changed = [name for name in options if getattr(module, name, None) != getattr(plain, name)]
-        edited = type(module).forward is not nn.Embedding.forward or "forward" in vars(module)
-        if edited or changed:
-            name = type(module).__qualname__
-            what = f"sets {changed[0]}" if changed else "has a forward of its own"
-            raise ConfigError(f"{name}: {what}, which parallel.tensor._look_up would ignore: set parallelism.tp = 1")
+        edits = [f"sets {name}" for name in options if getattr(module, name, None) != getattr(plain, name)]
+        if type(module).forward is not nn.Embedding.forward or "forward" in vars(module):
+            edits.append("has a forward of its own")
+        if edits:
+            raise ConfigError(
+                f"{type(module).__qualname__}: {edits[0]}, which parallel.tensor._look_up would ignore: "
+                "set parallelism.tp = 1"
+            )
 
     def _apply(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, nn.Embedding)
@@ -64,16 +66,19 @@ def _look_up(module: nn.Embedding, mesh: DeviceMesh, tokens_BS: Tensor) -> Tenso
     weight = module.weight.to_local()
     row, own = _own_part(tokens_BS, len(weight), mesh)
     found_TD = (F.embedding(row, weight) * own[..., None]).flatten(0, 1)
-    part = DTensor.from_local(found_TD, mesh, [Partial()]).redistribute(placements=[Shard(0)]).to_local()
+    summand = DTensor.from_local(found_TD, mesh, [Partial()])
+    part = summand.redistribute(placements=[Shard(0)]).to_local()
     # The copy waits for the transfer. Without it a compiled block under FSDP2 silently loses the embedding's gradient.
     return part.clone()
 
 
 def check_async_tensor_parallel(config: Config) -> None:
     """Raises ConfigError for async_tp without what it needs."""
-    compile, device = config.compile, device_type()
-    compiled = compile.enable and compile.backend == "inductor"
-    if config.parallelism.async_tp and not (device == "cuda" and compiled and config.parallelism.tp > 1):
+    if not config.parallelism.async_tp:
+        return
+    device = device_type()
+    compiled = config.compile.enable and config.compile.backend == "inductor"
+    if device != "cuda" or not compiled or config.parallelism.tp == 1:
         needs = 'needs parallelism.tp above 1, compile.enable = true, compile.backend = "inductor" and CUDA'
         raise ConfigError(f"parallelism.async_tp = true: {needs}; the device is {device}")
 
@@ -116,13 +121,16 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         own_largest_T = logits_TV.amax(1).float()
         own_sum_T = (logits_TV - own_largest_T[:, None]).exp_().sum(1)
         largest_T = funcol.wait_tensor(funcol.all_reduce(own_largest_T, "max", mesh))
-        parts = torch.stack((own_sum_T * (own_largest_T - largest_T).exp(), torch.where(own_T, of_label_T, 0.0)))
+        scaled_sum_T = own_sum_T * (own_largest_T - largest_T).exp()
+        parts = torch.stack((scaled_sum_T, torch.where(own_T, of_label_T, 0.0)))
         sum_T, label_T = funcol.wait_tensor(funcol.all_reduce(parts, "sum", mesh))
         log_sum_T = largest_T + sum_T.log()
         ctx.save_for_backward(logits_TV, log_sum_T, torch.where(own_T, column_T, -1), trained_T)
         ctx.z_loss = z_loss
         loss = torch.where(trained_T, log_sum_T - label_T, 0.0).sum()
-        return torch.stack((loss, z_loss * (trained_T * log_sum_T).square().sum())) if z_loss else loss
+        if not z_loss:
+            return loss
+        return torch.stack((loss, z_loss * (trained_T * log_sum_T).square().sum()))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -10,8 +10,11 @@ from models.llama.model import LlamaConfig, RopeScaling
 
 def recorded_flavor(fields: Mapping[str, Any]) -> LlamaConfig:
     """Build the flavor whose `dataclasses.asdict` is `fields`."""
-    scaling = fields.get("rope_scaling")
-    return LlamaConfig(**{**fields, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+    known = dict(fields)
+    scaling = known.pop("rope_scaling", None)
+    if scaling:
+        scaling = RopeScaling(**scaling)
+    return LlamaConfig(**known, rope_scaling=scaling)
 
 
 llama2 = partial(LlamaConfig, vocab_size=32_000, rope_theta=10_000.0)

@@ -48,12 +48,15 @@ def hf_names(config: LlamaConfig, found: Collection[str] = ()) -> dict[str, str]
     Among `found`, the names in files saved without lm_head, none may begin with "model.", and of two tied weights
     there may be either.
     """
-    base = "model." if not found or any(name.startswith("model.") for name in found) else ""
+    base = "model."
+    if found and not any(name.startswith(base) for name in found):
+        base = ""
     names = {"tok_embeddings.weight": f"{base}embed_tokens.weight"}
     if config.tie_embeddings and "lm_head.weight" in found and names["tok_embeddings.weight"] not in found:
         names["tok_embeddings.weight"] = "lm_head.weight"
     for i in range(config.n_layers):
-        names |= {f"layers.{i}.{ours}": f"{base}layers.{i}.{theirs}" for ours, theirs in BLOCK_NAMES.items()}
+        for ours, theirs in BLOCK_NAMES.items():
+            names[f"layers.{i}.{ours}"] = f"{base}layers.{i}.{theirs}"
     names["norm.weight"] = f"{base}norm.weight"
     if not config.tie_embeddings:
         names["output.weight"] = "lm_head.weight"
@@ -65,10 +68,11 @@ def check_hf_names(found: Collection[str], config: LlamaConfig) -> None:
 
     Not left over are a tied lm_head, which is the embedding, and FREQUENCIES; the caller checks that by their values.
     """
-    names = set(hf_names(config, found).values())
-    missing = names - set(found)
-    known = names | ({"lm_head.weight"} if config.tie_embeddings else set())
-    surplus = {name for name in set(found) - known if not name.endswith(FREQUENCIES)}
+    known = set(hf_names(config, found).values())
+    missing = known - set(found)
+    if config.tie_embeddings:
+        known.add("lm_head.weight")
+    surplus = [name for name in found if name not in known and not name.endswith(FREQUENCIES)]
     if missing or surplus:
         raise ValueError(f"not the weights of this model: missing {_some(missing)}; left over {_some(surplus)}")
 
@@ -87,16 +91,19 @@ def from_hf_config(hf: dict[str, Any]) -> LlamaConfig:
     if missing:
         raise ValueError(f"has no {', '.join(missing)}")
     # transformers 5 keeps the rotary settings in one dict; older files spread them over two fields.
-    rope = {"rope_theta": hf.get("rope_theta", 10_000.0), **(hf.get("rope_scaling") or hf.get("rope_parameters") or {})}
+    rope = {"rope_theta": hf.get("rope_theta", 10_000.0)}
+    rope |= hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    values = hf | rope
     for key, only in (ONLY | UNWRITTEN).items():
-        if (value := (hf | rope).get(key)) not in (only, None, "swish"):  # which is silu
+        value = values.get(key)
+        if value not in (only, None, "swish"):  # which is silu
             raise ValueError(f"{key} = {value!r}: only {only!r} can be run")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "llama3"):
-        raise ValueError(f"rope_type = {rope_type!r}: only 'default' and 'llama3' can be run")
     scaling = None
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "llama3":
         scaling = RopeScaling(**{field: rope[key] for field, key in ROPE_KEYS.items()})
+    elif rope_type != "default":
+        raise ValueError(f"rope_type = {rope_type!r}: only 'default' and 'llama3' can be run")
     return LlamaConfig(
         **{field: hf[key] for field, key in CONFIG_KEYS.items()},
         n_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
@@ -113,6 +120,10 @@ def to_hf_config(config: LlamaConfig, max_positions: int, dtype: str) -> dict[st
     It uses the fields from before transformers 5, which transformers 5 and vLLM read too.
     """
     scaling = config.rope_scaling
+    rope_scaling = None
+    if scaling:
+        rope_scaling = {"rope_type": "llama3"}
+        rope_scaling |= {key: getattr(scaling, field) for field, key in ROPE_KEYS.items()}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": MODEL_TYPE,
@@ -120,8 +131,7 @@ def to_hf_config(config: LlamaConfig, max_positions: int, dtype: str) -> dict[st
         "num_key_value_heads": config.n_kv_heads,
         "head_dim": config.head_dim,
         "rope_theta": config.rope_theta,
-        "rope_scaling": scaling
-        and {"rope_type": "llama3", **{key: getattr(scaling, field) for field, key in ROPE_KEYS.items()}},
+        "rope_scaling": rope_scaling,
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": max_positions,
         "torch_dtype": dtype,
@@ -130,6 +140,7 @@ def to_hf_config(config: LlamaConfig, max_positions: int, dtype: str) -> dict[st
 
 
 def _some(names: Collection[str]) -> str:
-    listed = sorted(names)
-    more = f" and {len(listed) - 3} more" if len(listed) > 3 else ""
-    return (", ".join(listed[:3]) or "nothing") + more
+    listed = ", ".join(sorted(names)[:3])
+    if len(names) > 3:
+        return f"{listed} and {len(names) - 3} more"
+    return listed or "nothing"

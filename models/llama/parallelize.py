@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,11 +56,15 @@ def apply_parallelism(
 
 def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
     """Raises ConfigError if this Llama cannot be split as `config` asks."""
-    settings, seq_len = config.parallelism, config.training.seq_len
+    settings = config.parallelism
+    seq_len = config.training.seq_len
     for name in ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size"):
-        if getattr(flavor, name) % settings.tp:
-            raise ConfigError(f"parallelism.tp = {settings.tp}: must divide {name} = {getattr(flavor, name)}")
-    pieces = settings.tp * (2 * settings.cp if settings.cp > 1 else 1)
+        size = getattr(flavor, name)
+        if size % settings.tp:
+            raise ConfigError(f"parallelism.tp = {settings.tp}: must divide {name} = {size}")
+    pieces = settings.tp
+    if settings.cp > 1:
+        pieces *= 2 * settings.cp
     if seq_len % pieces:
         raise ConfigError(f"training.seq_len = {seq_len}: must be a multiple of {pieces}, for parallelism.tp and cp")
     if settings.cp > 1 and settings.cp_method == "ring" and config.data.mask_documents:
@@ -78,18 +83,18 @@ def check_replacements(model: Llama, config: Config, chunks: int) -> None:
         check_forward(model.output, {OUTPUT}, "loss.build_chunked_loss", "training.loss_chunks = 1")
     if settings.tp > 1 and model.tok_embeddings is not None:
         VocabParallelEmbedding.check(model.tok_embeddings)
-    if settings.cp == 1:
-        return
-    for block in model.layers.values():
-        layer: Any = block.attention
-        if settings.cp_method == "ring":
-            instead = 'parallelism.cp_method = "allgather"'
-            check_original(layer.attend, {ATTENTION}, "parallel.context.ring_attention", instead)
-        forward = type(layer).forward
-        if "attend" not in forward.__code__.co_names:
-            raise ConfigError(
-                f"{forward.__qualname__}: does not call self.attend, through which cp gathers: set cp = 1"
-            )
+    if settings.cp > 1:
+        for block in model.layers.values():
+            _check_attention(block.attention, settings.cp_method)
+
+
+def _check_attention(layer: Any, cp_method: str) -> None:
+    if cp_method == "ring":
+        instead = 'parallelism.cp_method = "allgather"'
+        check_original(layer.attend, {ATTENTION}, "parallel.context.ring_attention", instead)
+    forward = type(layer).forward
+    if "attend" not in forward.__code__.co_names:
+        raise ConfigError(f"{forward.__qualname__}: does not call self.attend, through which cp gathers: set cp = 1")
 
 
 # The matmuls of a block come in pairs, the first split by columns, the second by rows (Megatron-LM). So ranks
@@ -128,13 +133,13 @@ def apply_tensor_plans(part: Llama, block_plan: Mapping[str, ParallelStyle], mes
     for block in part.layers.values():  # a plan per block, since float8 may have converted only some
         plan = float8_plan(block, block_plan, mesh.tp.device_type) if in_float8 else block_plan
         parallelize_module(block, mesh.tp, dict(plan))
-    for name, weight in part.named_parameters():  # torch has made new parameters, all of them trainable
-        weight.requires_grad_(name not in frozen)
-    if missed := [name for name, weight in part.named_parameters() if not isinstance(weight, DTensor)]:
-        raise ConfigError(
-            f"parallelism.tp = {mesh.tp.size()}: {missed[0]} is in no plan, and each rank would train a copy of its "
-            "own; add its module to the block_plan, or set tp = 1"
-        )
+    for name, weight in part.named_parameters():
+        weight.requires_grad_(name not in frozen)  # torch has made new parameters, all of them trainable
+        if not isinstance(weight, DTensor):
+            raise ConfigError(
+                f"parallelism.tp = {mesh.tp.size()}: {name} is in no plan, and each rank would train a copy of its "
+                "own; add its module to the block_plan, or set tp = 1"
+            )
     if config.parallelism.async_tp:
         enable_async_tensor_parallel(mesh.tp)
 
@@ -142,9 +147,10 @@ def apply_tensor_plans(part: Llama, block_plan: Mapping[str, ParallelStyle], mes
 def apply_context_parallel(part: Llama, mesh: Mesh, method: str) -> None:
     """Give this rank its part of every sequence, and its attention the keys and values of the others."""
     device = torch.device(mesh.cp.device_type)
-    part.local_indices = lambda seq_len: local_indices(seq_len, mesh.cp, device)
+    part.local_indices = partial(local_indices, mesh=mesh.cp, device=device)
     part.local_mask = method == "allgather"
-    gather, group_name = build_gather(mesh.cp), mesh.cp.get_group().group_name
+    gather = build_gather(mesh.cp)
+    group_name = mesh.cp.get_group().group_name
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
         if method == "ring":
@@ -201,7 +207,8 @@ def split_stages(model: Llama, mesh: Mesh, config: Config) -> list[Llama]:
         part = copy.deepcopy(model)
         part.layers = nn.ModuleDict({str(i): part.layers[str(i)] for i in layers[stage]})
         if stage > 0:
-            part.tok_embeddings, part.seq_len = None, config.training.seq_len
+            part.tok_embeddings = None
+            part.seq_len = config.training.seq_len
         if stage < len(layers) - 1:
             part.norm = part.output = None
         parts.append(part)
