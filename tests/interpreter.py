@@ -70,15 +70,15 @@ def correct_casts() -> None:
 
 
 def load_kernels(*changes: tuple[str, str]) -> ModuleType:
-    """float8/kernels.py as a module of its own, with `changes` in its text, old and new: planted faults."""
+    """float8/kernels.py as a module of its own, with `changes` in its text, old and new."""
     text = KERNELS.read_text()
     for old, new in changes:
         assert old in text, f"no longer in the kernels: {old}"
         text = text.replace(old, new)
     with tempfile.TemporaryDirectory() as folder:  # Triton reads the source when it decorates
-        path = Path(folder) / "planted.py"
+        path = Path(folder) / "changed.py"
         path.write_text(text)
-        spec = importlib.util.spec_from_file_location("planted", path)
+        spec = importlib.util.spec_from_file_location("changed", path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)

@@ -31,40 +31,31 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "FSDP 2 x TP 2": {"dp_shard": 2, "tp": 2},
     "FSDP 2 x CP 2": {"dp_shard": 2, "cp": 2},
     "FSDP 2 x PP 2": {"dp_shard": 2, "pp": 2, "pp_microbatch_size": 2},
-    "CP 2 x TP 2": {"cp": 2, "tp": 2},
     "CP 4, ring": {"cp": 4, "cp_method": "ring"},
     "CP 2, loss in chunks": {"cp": 2, "loss_chunks": 5},
     "HSDP 2 x 2 x TP 2": {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
-    "HSDP 2 x 2 x CP 2, ring": {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "cp_method": "ring"},
     "FSDP 2 x TP 2 x PP 2": {"dp_shard": 2, "tp": 2, "pp": 2, "pp_microbatch_size": 2},
 }
+# Layouts that are seen alone; COMPILED and BFLOAT16 have the others.
+EAGER = ("PP 2", "FSDP 2 x CP 2", "CP 4, ring", "CP 2, loss in chunks", "HSDP 2 x 2 x TP 2", "FSDP 2 x TP 2 x PP 2")
 # Layout → the mode of activation checkpointing: each kind of layout meets each mode, eager or compiled.
 COMPILED = {"CP 2": "none", "CP 2, ring": "selective", "FSDP 2 x TP 2": "full", "FSDP 2 x PP 2": "selective"}
 BFLOAT16 = {
-    "TP 2": "full",
     "CP 2": "selective",
     "CP 2, ring": "full",
-    "PP 2": "selective",
     "FSDP 2 x TP 2": "selective",
-    "FSDP 2 x CP 2": "full",
     "FSDP 2 x PP 2": "full",
 }
 
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        {},
-        {"loss_chunks": 3},
-        {"dp_shard": 2, "loss_chunks": 4, "compile": "aot_eager"},
-        {"tp": 2},
-        {"cp": 2, "loss_chunks": 2},
-    ],
-    ids=["plain", "chunks", "compiled chunks, FSDP 2", "TP 2", "chunks, CP 2"],
+    [{}, {"dp_shard": 2, "loss_chunks": 4, "compile": "aot_eager"}, {"tp": 2}, {"cp": 2, "loss_chunks": 2}],
+    ids=["plain", "compiled chunks, FSDP 2", "TP 2", "chunks, CP 2"],
 )
 def test_z_loss(layout: dict[str, Any]) -> None:
     """It is trained and logged, and is no part of the loss that is logged or validated."""
-    ranks = prod(value for key, value in layout.items() if key in ("dp_shard", "tp", "cp"))
+    ranks = 2 if layout else 1
     expected = plain_run(STEPS, z_loss=0.01)
     assert expected["weights"]["output.weight"].norm() < 0.999 * plain_run(STEPS)["weights"]["output.weight"].norm()
     for result in run_ranks(ranks, our_run, build_config(**layout, z_loss=0.01), STEPS, 1):
@@ -90,7 +81,7 @@ def compare_forked(
     assert seen == expected["grads"].keys()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", EAGER)
 def test_equals_a_plain_loop(layout: str) -> None:
     compare_forked(build_config(**LAYOUTS[layout]), plain_run(STEPS))
 
@@ -111,9 +102,7 @@ def test_in_bfloat16(layout: str) -> None:
 
 
 def test_under_torchrun_no_rank_gets_advice_for_developers_of_torch(tmp_path: Path) -> None:
-    layouts = ("TP 2", "CP 2, ring", "PP 2")
-    cases = {name: Case(build_config(**LAYOUTS[name])) for name in layouts}
-    cases["FSDP 2, compiled"] = Case(build_config(dp_shard=2, compile="aot_eager"))
+    cases = {name: Case(build_config(**LAYOUTS[name])) for name in ("TP 2", "PP 2")}
     ranks, log = start_ranks(2, cases, {"": plain_run(STEPS)}, tmp_path)
     for rank in ranks:
         assert list(rank) == list(cases), log[-5000:]
@@ -156,21 +145,25 @@ def errors_of_the_ring(positive: bool) -> dict[str, float]:
     whole = [x.bfloat16().double().requires_grad_() for x in (q, k, v)]
     expected = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     expected.backward(grad.bfloat16().double())
-    errors = {}
-    pairs = zip((out, *(x.grad for x in given)), (expected, *(x.grad for x in whole)), strict=True)
-    for name, (found, exact) in zip(("out", "dq", "dk", "dv"), pairs, strict=True):
-        exact = exact[:, :, own]
-        errors[name] = ((found - exact).norm() / (exact.bfloat16() - exact).norm()).item()
+    errors = {"out": in_roundings(out, expected[:, :, own])}
+    for name, ours, exact in zip(("dq", "dk", "dv"), given, whole, strict=True):
+        assert exact.grad is not None
+        errors[name] = in_roundings(ours.grad, exact.grad[:, :, own])
     return errors
+
+
+def in_roundings(found: Tensor, exact: Tensor) -> float:
+    return ((found - exact).norm() / (exact.bfloat16() - exact).norm()).item()
 
 
 def test_the_ring_adds_up_in_float32() -> None:
     """Partial results, gradients of queries, and of the keys and values over ranks and over query heads."""
-    positive, others = (run_ranks(4, errors_of_the_ring, positive) for positive in (True, False))
-    worst = {name: max(errors[name] for errors in positive) for name in ("out", "dv")}
-    worst |= {name: max(errors[name] for errors in others) for name in ("dq", "dk")}
-    limits = {"out": 1.35, "dv": 1.08, "dq": 2.15, "dk": 1.95}  # found: 1.25, 1.04, 1.99, 1.83
-    assert all(worst[name] < limit for name, limit in limits.items()), worst
+    for errors in run_ranks(4, errors_of_the_ring, True):
+        assert errors["out"] < 1.35  # found: 1.25
+        assert errors["dv"] < 1.08  # 1.04
+    for errors in run_ranks(4, errors_of_the_ring, False):
+        assert errors["dq"] < 2.15  # 1.99
+        assert errors["dk"] < 1.95  # 1.83
 
 
 def loss_of_split_logits(size: float) -> None:
@@ -202,10 +195,8 @@ def test_the_loss_of_logits_split_by_vocabulary(size: float) -> None:
 
 # Layout → trained tokens by rank, if data-parallel rank r has r + 1 of them in a microbatch and 10 in another.
 TRAINED = {
-    ParallelDims(2, 4): [36 + 80] * 8,
     ParallelDims(2, 2, cp=2): [10 + 40] * 8,
     ParallelDims(2, 4, islands=2): [10 + 40] * 4 + [26 + 40] * 4,
-    ParallelDims(2, 2, tp=2, islands=2): [3 + 20] * 4 + [7 + 20] * 4,
     ParallelDims(2, 2, pp=2, islands=2): [3 + 20, 3 + 20, 7 + 20, 7 + 20] * 2,
 }
 
@@ -230,7 +221,7 @@ def test_tied_embeddings_split_by_vocabulary() -> None:
     compare_forked(config, plain_run(STEPS, tie_embeddings=True), tie_embeddings=True)
 
 
-@pytest.mark.parametrize("axes", [{"cp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "pp_microbatch_size": 2}])
+@pytest.mark.parametrize("axes", [{"cp": 2, "tp": 2}, {"pp": 2, "pp_microbatch_size": 2}])
 def test_documents(axes: dict[str, int]) -> None:
     """Positions restart and attention ends at documents, wherever the ranks' parts of a sequence begin."""
     config = config_for(1, 1, documents=True, local_batch_size=GLOBAL_BATCH, **axes)

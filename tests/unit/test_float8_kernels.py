@@ -1,4 +1,4 @@
-"""Own casts to float8: plain torch against torchao and float64, Triton's kernels against plain torch, planted faults.
+"""Own casts to float8: plain torch against torchao and float64, Triton's kernels against plain torch.
 
 The kernels run in Triton's interpreter and are compiled for sm_90, both without a GPU. Triton comes with torch's builds
 for CUDA and with requirements-triton.txt.
@@ -6,7 +6,6 @@ for CUDA and with requirements-triton.txt.
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -143,9 +142,9 @@ def agree(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found, expected) or bool(((found == expected) | (found.isnan() & expected.isnan())).all())
 
 
-def compare(recipe: str, source: str, *faults: tuple[str, str], value: float = 0.0) -> list[str]:
+def compare(recipe: str, source: str, value: float = 0.0) -> list[str]:
     """What of a kernel's outputs differs from plain torch's. In the interpreter's process."""
-    kernels = load_kernels(*faults)
+    kernels = load_kernels()
     tensors = operands(source, SHAPE[recipe], 1e-4)
     tensors[0][9, 11] += value
     maxima = torch.empty(0)
@@ -171,19 +170,19 @@ def test_kernels_give_the_bytes_of_plain_torch(recipe: str, interpreter: WithTri
     for source in SOURCES:
         assert interpreter(compare, recipe, source) == [], source
     for value in (float("nan"), float("inf")):
-        assert interpreter(partial(compare, value=value), recipe, "copy") == [], value
+        assert interpreter(compare, recipe, "copy", value) == [], value
 
 
 M, N = 2**17, 2**14 + 256  # more values than an int32 counts
 
 
-def compare_last_tile(recipe: str, *faults: tuple[str, str]) -> list[str]:
+def compare_last_tile(recipe: str) -> list[str]:
     """What differs of the last tile of such large outputs. All else stays unwritten, and so takes no memory."""
     from triton.runtime import interpreter
 
     source = "copy" if recipe == "squares" else "gate_grad"
     last = [("tl.program_id(0)", "(M // BM - 1)"), ("tl.program_id(1)", "(N // BN - 1)")]
-    kernels = load_kernels(*last, *faults)
+    kernels = load_kernels(*last)
     one_tile = mock.patch.object(kernels.triton, "cdiv", return_value=1)
     copies_back = mock.patch.object(interpreter.GridExecutor, "_restore_args_dev")  # and so touches all memory
     rows, columns, _ = kernels.tile_shape(source, recipe, recipe == "rowwise")
@@ -212,27 +211,6 @@ def compare_last_tile(recipe: str, *faults: tuple[str, str]) -> list[str]:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_tensors_of_more_values_than_an_int32_counts(recipe: str, interpreter: WithTriton) -> None:
     assert interpreter(compare_last_tile, recipe) == []
-
-
-FAULTS = {
-    "a store not transposed": ("tl.trans(tiles[i])", "tl.reshape(tiles[i], [BN, BM])"),
-    "a stale maximum": ("of_rows = tl.load(maxima_ptr + i)", "of_rows = tl.load(maxima_ptr + i) * 0.5"),
-    "another output's maximum": ("of_rows = tl.load(maxima_ptr + i)", "of_rows = tl.load(maxima_ptr)"),
-    "a wrong row's scale": ("tl.load(lines + row0 + rows, mask", "tl.load(lines + row0 + (rows ^ 1), mask"),
-    "rows' maxima for the columns": ("tl.load(lines + M + col0 + cols", "tl.load(lines + col0 + cols"),
-    "a block's scale at another block": ("(col0 // BN * M if", "(col0 // BN * 0 if"),
-    "a maximum of only some rows": ("tl.max(size, axis=0), mask=cols < N", "tl.max(size, axis=0), mask=cols < N - 1"),
-    "a scale twice as large": ("(262 - (exponent >> 23))", "(263 - (exponent >> 23))"),
-    "e4m3 for all gradients": ("tl.float8e5", "tl.float8e4nv"),
-    "values not rounded first": ("first.to(dtype), second.to(dtype), third.to(dtype)", "first, second, third"),
-    "gradients swapped": ("first.to(dtype), second.to(dtype)", "second.to(dtype), first.to(dtype)"),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_planted_faults_are_caught(name: str, interpreter: WithTriton) -> None:
-    found = [interpreter(compare, recipe, "gate_grad", FAULTS[name]) for recipe in RECIPES[:3]]
-    assert any(found)
 
 
 def compiled() -> list[dict[str, Any]]:

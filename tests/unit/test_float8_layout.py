@@ -1,4 +1,4 @@
-"""Shapes, strides and alignment of every float8 matmul of the 8B and the 70B, as CUDA demands them, without a GPU.
+"""Shapes, strides and alignment of every float8 matmul of the 8B, as CUDA demands them, without a GPU.
 
 CPUs take layouts that CUDA refuses, but a fake tensor on "cuda" is held to CUDA's rules.
 """
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
@@ -44,24 +43,14 @@ def on_cuda(x: Any) -> Any:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") if isinstance(x, torch.Tensor) else x
 
 
-def converted_shapes(model: nn.Module, names: list[str]) -> set[tuple[int, ...]]:
-    return {tuple(model.get_parameter(f"{name}.weight").shape) for name in names}
-
-
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
-@pytest.mark.parametrize("name", ["8B", "70B"])
-def test_every_matmul_has_a_layout_that_cuda_takes(name: str, recipe: str) -> None:
+def test_every_matmul_has_a_layout_that_cuda_takes(recipe: str) -> None:
     float8 = Float8(enable=True, recipe=recipe, fsdp_all_gather="off")
-    with torch.device("meta"):
-        whole = Llama(FLAVORS[name])
     with FakeTensorMode():
-        model = Llama(dataclasses.replace(FLAVORS[name], n_layers=1))
+        model = Llama(dataclasses.replace(FLAVORS["8B"], n_layers=1))
         model.compute_dtype = torch.bfloat16
-    everywhere, _ = convert_to_float8(whole, float8)
     converted, _ = convert_to_float8(model, float8)
-    assert len(everywhere) == len(converted) * FLAVORS[name].n_layers
-    # All blocks are alike, so one stands for the others.
-    assert converted_shapes(whole, everywhere) == converted_shapes(model, converted)
+    assert len(converted) == 7
     with model.norm.weight.fake_mode, AsOnCuda() as checked:
         tokens = torch.zeros(1, SEQ_LEN, dtype=torch.long)
         cross_entropy(model(tokens), tokens).backward()
