@@ -132,7 +132,6 @@ def norms_of_layouts(max_norm: float) -> list[tuple[float, float, float]]:
     layouts: list[tuple[DeviceMesh, list[Placement], DeviceMesh | None]] = [
         (flat, [Shard(0), Shard(1)], None),
         (flat, [Replicate(), Shard(0)], None),
-        (flat, [Shard(1), Replicate()], None),
         (mesh["shards"], [Shard(0)], mesh["stages"]),  # each stage of a pipeline has such a weight
     ]
     found = []

@@ -75,11 +75,14 @@ def rounded_blocks(x: Tensor, rows: int, columns: int) -> Tensor:
 def reference(recipe: str, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """y, dx, dw by the recipe's roundings, all sums in float64."""
     if recipe == "tensorwise":
-        x8, w8, dy8 = rounded(x, E4M3, None, False), rounded(w, E4M3, None, False), rounded(dy, E5M2, None, False)
+        x8 = rounded(x, E4M3, None, False)
+        w8 = rounded(w, E4M3, None, False)
+        dy8 = rounded(dy, E5M2, None, False)
         return x8 @ w8.T, dy8 @ w8, dy8.T @ x8
     if recipe == "blockwise":  # along what is summed over; of the weight in squares
         w8 = rounded_blocks(w, 128, 128)
-        y, dx = rounded_blocks(x, 1, 128) @ w8.T, rounded_blocks(dy, 1, 128) @ w8
+        y = rounded_blocks(x, 1, 128) @ w8.T
+        dx = rounded_blocks(dy, 1, 128) @ w8
         return y, dx, rounded_blocks(dy, 128, 1).T @ rounded_blocks(x, 128, 1)
     y = rounded(x, E4M3, 1, True) @ rounded(w, E4M3, 1, True).T
     if recipe == "rowwise":  # each factor has its scales along the dim that is summed over

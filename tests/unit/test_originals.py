@@ -122,13 +122,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_is_refused_where_it_would_be_ignored(edit: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, name, edited, ignoring, stand_in, honouring = EDITS[edit]
-    for settings in (ignoring, honouring):
-        with pytest.raises(Started):
-            start(settings, monkeypatch)
+    with pytest.raises(Started):
+        start(ignoring, monkeypatch)
     monkeypatch.setattr(module, name, edited)
     with pytest.raises(TitaniteError, match=stand_in) as refused:
         start(ignoring, monkeypatch)
-    assert "\n" not in str(refused.value)
     assert "set " in str(refused.value)
     with pytest.raises(Started):
         start(honouring, monkeypatch)
