@@ -45,18 +45,24 @@ from models.init import init_weights
 from models.llama.model import Llama, LlamaConfig
 from optim import build_optimizer, clip_grad_norm_
 from parallel.fsdp import reshard
-from run.failures import RolledBackError
 from run.processes import from_rank_0
 
-VOCAB, SEQ_LEN, GLOBAL_BATCH = 256, 32, 16
+VOCAB = 256
+SEQ_LEN = 32
+GLOBAL_BATCH = 16
 FLAVOR = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=112, vocab_size=VOCAB)
-LR, MAX_NORM, SEED = 3e-3, 0.5, 7
+LR = 3e-3
+MAX_NORM = 0.5
+SEED = 7
 STEPS = 5  # that parity tests compare
 UNTRAINED = 4  # the step of whose labels none is trained
-LOG_INTERVAL, VALIDATION_INTERVAL, HELD_OUT = 2, 3, 1000  # the last: the first step whose data is held out
+LOG_INTERVAL = 2
+VALIDATION_INTERVAL = 3
+HELD_OUT = 1000  # the step whose data is held out
 CPU = torch.device("cpu")
 # By the clock of `our_run`: a wait for data in each step, and what no rate may count.
-WAIT_SECONDS, VALIDATION_SECONDS = 0.25, 100.0
+WAIT_SECONDS = 0.25
+VALIDATION_SECONDS = 100.0
 PEAK_FLOPS = 1e9
 
 
@@ -64,7 +70,8 @@ def step_data(step: int, seq_len: int = SEQ_LEN) -> tuple[torch.Tensor, torch.Te
     """Tokens and labels of a global batch. Some labels are not trained, unevenly over the samples; UNTRAINED: none."""
     generator = torch.Generator().manual_seed(100 + step)
     stream = torch.randint(0, VOCAB, (GLOBAL_BATCH, seq_len + 1), generator=generator)
-    tokens, labels = stream[:, :-1], stream[:, 1:].clone()
+    tokens = stream[:, :-1]
+    labels = stream[:, 1:].clone()
     labels[: GLOBAL_BATCH // 3, : seq_len // 2] = IGNORED
     if step == UNTRAINED:
         labels[:] = IGNORED
@@ -87,7 +94,6 @@ def plain_run(
     dtype: torch.dtype = torch.float32,
     pieces: int = 1,
     sum_dtype: torch.dtype = torch.float32,
-    left_out: range = range(0),
     muon: bool = False,
     z_loss: float = 0.0,
     device: str = "cpu",
@@ -98,7 +104,7 @@ def plain_run(
     """The same training by torch alone: no sharding, no fused kernels, weights in float32.
 
     Forward and backward are in `dtype`, of one of `pieces` of the batch at a time, whose gradients are summed in
-    `sum_dtype`. Steps `left_out` change nothing; UNTRAINED has a gradient of 0 and no loss. With `muon` the matrices of
+    `sum_dtype`. UNTRAINED has a gradient of 0 and no loss. With `muon` the matrices of
     the layers have torch's Muon, which on CPU works in `dtype`. With `z_loss` that times the squares of all
     log-sum-exps is trained, too. The weights are drawn on `home`, by default on `device`. Losses and norms are by step,
     as a run counts them.
@@ -129,7 +135,7 @@ def plain_run(
     result: dict[str, Any] = {"init": init, "losses": {}, "z_losses": {}, "norms": {}, "validation_losses": {}}
     result["flops_per_token"] = 6 * (sum(p.numel() for p in model.parameters()) - looked_up)
     result["flops_per_token"] += 12 * model.config.n_layers * FLAVOR.n_heads * FLAVOR.head_dim * seq_len
-    for step in (step for step in range(1, steps + 1) if step not in left_out):
+    for step in range(1, steps + 1):
         n_tokens = int((step_data(step, seq_len)[1] != IGNORED).sum())
         loss = torch.zeros((), device=device)
         for rows in torch.arange(GLOBAL_BATCH).chunk(pieces):
@@ -180,14 +186,19 @@ class Batches:
     is_chat = False
 
     def __init__(self, clock: list[float], config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
-        self.clock, self.config, self.dp_rank, self.dp_size, self.step = clock, config, dp_rank, dp_size, 0
+        self.clock = clock
+        self.config = config
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.step = 0
         self.tokens_per_step = config.training.global_batch_size * config.training.seq_len
         self.check_ranks = self.check_run = self.check_place = mock.Mock()
         self.describe = self.open_ledger = self.close = mock.Mock()
         self.tokenizer = mock.Mock(byte_lengths=np.zeros(VOCAB))
 
     def rows_of(self, step: int) -> Iterator[Batch]:
-        size, training = self.config.training.local_batch_size, self.config.training
+        training = self.config.training
+        size = training.local_batch_size
         documents = step_positions(step, training.seq_len) if self.config.data.mask_documents else None
         for first in range(self.dp_rank * size, training.global_batch_size, self.dp_size * size):
             whole_batch = *step_data(step, training.seq_len), documents
@@ -218,15 +229,14 @@ def our_run(
     steps: int,
     accumulation: int,
     folder: Path | None = None,
-    bad_step: int = 0,
     device: torch.device = CPU,
     **model_options: Any,
 ) -> dict[str, Any]:
     """`steps` steps of train.py on this rank of a process group, and what it wrote into its metrics.
 
     Only what is outside the training is replaced: the data, the clock of the metrics, the model's shape. Beside the
-    metrics: the weights at the start and the end, and the first step's gradients, before they are clipped. The gradient
-    of `bad_step` is not a number, the first time. The run's folder is `run` in `folder`, which stays if it is given.
+    metrics: the weights at the start and the end, and the first step's gradients, before they are clipped. The run's
+    folder is `run` in `folder`, which stays if it is given.
     """
     clock = [0.0]
     dp_size = train.ParallelDims.from_config(config.parallelism, dist.get_world_size()).dp
@@ -247,17 +257,11 @@ def our_run(
         result["init"] = {n: whole(p).detach().clone() for n, p in named_parameters(parts)}
         return build_optimizer(built, *args)
 
-    clipped = 0
-
     def clip_watched(*args: Any) -> torch.Tensor:
-        nonlocal clipped
-        clipped += 1
-        if not result.get("grads"):  # none in steps that are left out
+        if "grads" not in result:
             named = {n: p.grad for n, p in named_parameters(parts) if p.grad is not None}
             result["grads"] = {n: whole(grad).clone() for n, grad in named.items()}
-            result["grads_after"] = clipped - 1  # steps of this start
-        norm = clip_grad_norm_(*args)
-        return norm * torch.nan if clipped == bad_step else norm
+        return clip_grad_norm_(*args)
 
     def held_out(config: Config, dp_rank: int, dp_size: int, *_: Any) -> Iterator[Batch]:
         clock[0] += VALIDATION_SECONDS
@@ -275,8 +279,7 @@ def our_run(
         mock.patch("validate.validation_batches", held_out),
         mock.patch.object(metrics, "time", SimpleNamespace(perf_counter=lambda: clock[0], time=time.time)),
         mock.patch.object(metrics, "peak_flops", return_value=PEAK_FLOPS),
-        contextlib.suppress(RolledBackError),
-    ):  # torchrun would start it again
+    ):
         train.train(config)
     gc.enable()
     reshard(parts)

@@ -4,7 +4,6 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config import ActivationCheckpoint, Checkpoint, Config, Failures, Training
+from config import ActivationCheckpoint, Config, Training
 from models.init import init_weights
 from models.llama.model import Llama
 from optim import clip_grad_norm_
@@ -90,25 +89,6 @@ def test_the_own_reduce_scatter_rounds_a_sum_once() -> None:
     sums = sum(gradients_of(rank).double() for rank in range(4))
     assert isinstance(sums, torch.Tensor)
     assert torch.equal(torch.stack(run_ranks(4, scattered)), sums.bfloat16())
-
-
-def test_a_rollback_goes_on_with_the_weights_of_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of copies in bfloat16. The fifth step is bad, the checkpoint is of the third: the updates since are left out."""
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    config = config_for(1, 1, param_dtype="bfloat16", reshard_after_forward=False)
-    config = replace(config, failures=Failures(on_bad_step="rollback"), checkpoint=Checkpoint(interval=3, keep=0))
-    before, expected = (
-        plain_run(8, dtype=torch.bfloat16, pieces=2, left_out=left_out) for left_out in (range(0), range(4, 6))
-    )
-    run_ranks(1, partial(our_run, folder=tmp_path, bad_step=5), config, 8, 2)
-    (result,) = run_ranks(1, partial(our_run, folder=tmp_path), config, 8, 2)
-    assert sorted(result["losses"]) == [1, 2, 4, 6, 8]
-    assert result["losses"].pop(4) == pytest.approx(before["losses"][3], rel=3e-5), "of a step that is taken back"
-    result["norms"].pop(4)
-    result["rows"] = []  # the sixth step's rate counts the time of those left out
-    assert result["grads_after"] == 2, "the steps left out are not computed"
-    result["grads"] = {}  # of another step
-    close(result, expected, loss_tolerance=3e-5, grad_tolerance=1e-7, starts=(0, 3))
 
 
 def test_compiled_by_inductor() -> None:
