@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from float8.casts import cast, line_maxima, to_float8
-from tests.unit.test_float8_kernels import SHAPE, SOURCES, check_product, operands
+from tests.unit.test_float8_kernels import SHAPE, SOURCES, check_products, operands
 from tests.unit.test_float8_layers import build, check_block, gradients
 from tests.unit.test_float8_numerics import check
 
@@ -81,14 +81,7 @@ def test_a_block(recipe: str) -> None:
 
 @pytest.mark.parametrize("blocks", [1, 3, 4, 6, 8])
 def test_products_blockwise(blocks: int) -> None:
-    """Scales of 1 x 128 on both sides, as for a weight's gradient; of squares only fours, for any number of tokens."""
-    check_product(DEVICE, 256, blocks, squares=False)
-    for tokens in (1, 37, 256):
-        if blocks % 4 == 0:
-            check_product(DEVICE, tokens, blocks, squares=True)
-    if blocks % 4:
-        with pytest.raises(ValueError, match="not a multiple of 4"):
-            check_product(DEVICE, 256, blocks, squares=True)
+    check_products(DEVICE, blocks)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="18 GB; tests/unit/test_float8_kernels.py has the last tile of such a tensor")

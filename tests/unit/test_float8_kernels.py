@@ -56,7 +56,7 @@ def torchao_cast(x: Tensor, recipe: str, dtype: torch.dtype, dim: int) -> tuple[
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_bytes_and_scales_are_torchaos(recipe: str, gradient: bool) -> None:
-    for scale in (1.0, 1e-4, 1e-9, 1e-14):
+    for scale in (1.0, 1e-9, 1e-14):
         (x,) = operands("copy", SHAPE[recipe], scale)
         (found,) = cast("copy", recipe, [x], gradient=gradient)
         dtype = torch.float8_e5m2 if gradient and recipe == "tensorwise" else torch.float8_e4m3fn
@@ -116,15 +116,20 @@ def dequantized(cast: Cast) -> Tensor:
     return rows * torch.kron(scales, torch.ones(rows.shape[0] // scales.shape[0], 128))
 
 
-@pytest.mark.parametrize("blocks", [1, 3, 4, 6, 8])
+@pytest.mark.parametrize("blocks", [3, 4, 8])
 def test_products_of_blocks(blocks: int) -> None:
-    check_product("cpu", 256, blocks, squares=False)
+    check_products("cpu", blocks)
+
+
+def check_products(device: str, blocks: int) -> None:
+    """Scales of 1 x 128 on both sides, as for a weight's gradient; of squares only fours, for any number of tokens."""
+    check_product(device, 256, blocks, squares=False)
     if blocks % 4 == 0:
         for tokens in (1, 37, 256):
-            check_product("cpu", tokens, blocks, squares=True)
+            check_product(device, tokens, blocks, squares=True)
     else:  # a GPU would be silently wrong
         with pytest.raises(ValueError, match=f"{blocks} blocks along the sum, not a multiple of 4"):
-            check_product("cpu", 256, blocks, squares=True)
+            check_product(device, 256, blocks, squares=True)
 
 
 # ---------------------------------------------------------------- Triton's kernels
