@@ -9,10 +9,8 @@ import json
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -22,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-import metrics
 import train
 from config import (
     ActivationCheckpoint,
@@ -60,10 +57,6 @@ LOG_INTERVAL = 2
 VALIDATION_INTERVAL = 3
 HELD_OUT = 1000  # the step whose data is held out
 CPU = torch.device("cpu")
-# By the clock of `our_run`: a wait for data in each step, and what no rate may count.
-WAIT_SECONDS = 0.25
-VALIDATION_SECONDS = 100.0
-PEAK_FLOPS = 1e9
 
 
 def step_data(step: int, seq_len: int = SEQ_LEN) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,10 +124,7 @@ def plain_run(
         squares = logits[labels.flatten() != IGNORED].exp().sum(1).log().square().sum()
         return torch.stack((F.cross_entropy(logits, labels.flatten(), reduction="sum"), z_loss * squares))
 
-    looked_up = 0 if model.config.tie_embeddings else weights["tok_embeddings.weight"].numel()
     result: dict[str, Any] = {"init": init, "losses": {}, "z_losses": {}, "norms": {}, "validation_losses": {}}
-    result["flops_per_token"] = 6 * (sum(p.numel() for p in model.parameters()) - looked_up)
-    result["flops_per_token"] += 12 * model.config.n_layers * FLAVOR.n_heads * FLAVOR.head_dim * seq_len
     for step in range(1, steps + 1):
         n_tokens = int((step_data(step, seq_len)[1] != IGNORED).sum())
         loss = torch.zeros((), device=device)
@@ -176,22 +166,17 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 
 
 class Batches:
-    """Stands in for the data loader of train.py: `step_data`, whatever the ranks and microbatches.
+    """Stands in for the data loader of train.py: `step_data`, whatever the ranks and microbatches."""
 
-    Each step of `clock` takes as many seconds as its number says, after a wait for data.
-    """
-
-    wait_seconds = WAIT_SECONDS
+    wait_seconds = 0.0
     vocab_size = VOCAB
     is_chat = False
 
-    def __init__(self, clock: list[float], config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
-        self.clock = clock
+    def __init__(self, config: Config, dp_rank: int, dp_size: int, pin_memory: bool = False):
         self.config = config
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.step = 0
-        self.tokens_per_step = config.training.global_batch_size * config.training.seq_len
         self.check_ranks = self.check_run = self.check_place = mock.Mock()
         self.describe = self.open_ledger = self.close = mock.Mock()
         self.tokenizer = mock.Mock(byte_lengths=np.zeros(VOCAB))
@@ -210,12 +195,11 @@ class Batches:
 
     def next_step(self) -> list[Batch]:
         self.step += 1
-        self.clock[0] += WAIT_SECONDS + self.step
         return list(self.rows_of(self.step))
 
     @property
     def tokens_seen(self) -> int:
-        return self.step * self.tokens_per_step
+        return self.step * self.config.training.global_batch_size * self.config.training.seq_len
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
@@ -234,15 +218,13 @@ def our_run(
 ) -> dict[str, Any]:
     """`steps` steps of train.py on this rank of a process group, and what it wrote into its metrics.
 
-    Only what is outside the training is replaced: the data, the clock of the metrics, the model's shape. Beside the
+    Only what is outside the training is replaced: the data and the model's shape. Beside the
     metrics: the weights at the start and the end, and the first step's gradients, before they are clipped. The run's
     folder is `run` in `folder`, which stays if it is given.
     """
-    clock = [0.0]
     dp_size = train.ParallelDims.from_config(config.parallelism, dist.get_world_size()).dp
     local = GLOBAL_BATCH // accumulation // dp_size
     batch = {"local_batch_size": local, "global_batch_size": local * dp_size * accumulation}
-    tokens_per_step = batch["global_batch_size"] * config.training.seq_len
     outputs = folder or Path(from_rank_0(tempfile.mkdtemp))
     config = dataclasses.replace(
         config,
@@ -264,21 +246,18 @@ def our_run(
         return clip_grad_norm_(*args)
 
     def held_out(config: Config, dp_rank: int, dp_size: int, *_: Any) -> Iterator[Batch]:
-        clock[0] += VALIDATION_SECONDS
-        return Batches(clock, config, dp_rank, dp_size).rows_of(HELD_OUT)
+        return Batches(config, dp_rank, dp_size).rows_of(HELD_OUT)
 
     with (
         mock.patch.multiple(
             train,
-            DataLoader=lambda *args, **options: Batches(clock, *args, **options),
+            DataLoader=Batches,
             find_model=lambda model, _: (find_model(model, VOCAB)[0], dataclasses.replace(FLAVOR, **model_options)),
             build_optimizer=build_watched_optimizer,
             clip_grad_norm_=clip_watched,
         ),
         mock.patch("run.run.init_distributed", return_value=device),
         mock.patch("validate.validation_batches", held_out),
-        mock.patch.object(metrics, "time", SimpleNamespace(perf_counter=lambda: clock[0], time=time.time)),
-        mock.patch.object(metrics, "peak_flops", return_value=PEAK_FLOPS),
     ):
         train.train(config)
     gc.enable()
@@ -293,8 +272,7 @@ def our_run(
     result["losses"] = {row["step"]: row["loss"] for row in result["rows"]}
     result["norms"] = {row["step"]: row["grad_norm"] for row in result["rows"]}
     held = {row["step"]: row["validation_loss"] for row in rows if row["validation_loss"] is not None}
-    result["tokens_per_step"] = tokens_per_step
-    return result | {"validation_losses": held, "world_size": dist.get_world_size(), "batch": batch, "steps": steps}
+    return result | {"validation_losses": held, "steps": steps}
 
 
 def named_parameters(parts: list[torch.nn.Module]) -> list[tuple[str, torch.nn.Parameter]]:
@@ -344,7 +322,7 @@ def close(
     grad_tolerance: float | None = None,
     starts: tuple[int, ...] = (0,),
 ) -> None:
-    """A run against `plain_run`: its metrics, the first step's gradients, the weights at the end.
+    """A run against `plain_run`: its losses and norms, the first step's gradients, the weights at the end.
 
     The initial weights must be equal bit for bit. A loss is the mean since the row before or the last of `starts`.
     """
@@ -362,11 +340,8 @@ def close(
         for step in plain:
             value = actual[key][step]
             assert abs(value - plain[step]) <= tolerance * loss_tolerance * plain[step], (key, actual[key], plain)
-    assert set(actual["validation_losses"]) == {
-        *range(VALIDATION_INTERVAL, actual["steps"], VALIDATION_INTERVAL),
-        actual["steps"],
-    }
-    check_rates(actual, expected["flops_per_token"])
+    every = range(VALIDATION_INTERVAL, actual["steps"], VALIDATION_INTERVAL)
+    assert set(actual["validation_losses"]) == {*every, actual["steps"]}
     for name, grad in actual["grads"].items():
         atol = (grad_tolerance or 10 * loss_tolerance) * expected["grads"][name].abs().max().item()
         torch.testing.assert_close(grad, expected["grads"][name], rtol=0, atol=atol, msg=name)
@@ -374,25 +349,3 @@ def close(
         assert torch.equal(actual["init"][name], expected["init"][name]), name
         # As a whole: AdamW turns the rounding of a gradient near zero into a step of its own.
         assert (weight - expected["weights"][name]).norm() < 1e3 * loss_tolerance * weight.norm(), name
-
-
-def check_rates(actual: dict[str, Any], flops_per_token: int) -> None:
-    """Tokens, rates and waits of every logged step, by the run's clock. No step counts in two rows."""
-    every = range(LOG_INTERVAL, actual["steps"], LOG_INTERVAL)
-    assert not actual["rows"] or [row["step"] for row in actual["rows"]] == sorted({1, *every, actual["steps"]})
-    per_step, before = actual["tokens_per_step"], 0
-    for row in actual["rows"]:
-        step, n = row["step"], row["interval_steps"]
-        assert 1 <= n <= step - before
-        before = step
-        seconds = sum(WAIT_SECONDS + passed for passed in range(step - n + 1, step + 1))
-        rate = n * per_step / seconds / actual["world_size"]
-        wanted = [
-            step * per_step,
-            rate,
-            flops_per_token * rate / PEAK_FLOPS,
-            seconds / n,
-            100 * n * WAIT_SECONDS / seconds,
-        ]
-        found = [row[key] for key in ("tokens", "tps", "mfu", "step_seconds", "data_wait_pct")]
-        torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)
