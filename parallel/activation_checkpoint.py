@@ -1,7 +1,9 @@
 """Activation checkpointing: what a block keeps for backward and what it computes again."""
 
 import hashlib
+import operator
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +126,7 @@ def _settle_scales(graph: fx.Graph) -> None:
         with graph.inserting_after(scale):
             settled = graph.call_function(aten.as_strided.default, (scale, value.shape, value.stride()))
         settled.meta |= scale.meta
-        scale.replace_all_uses_with(settled, delete_user_cb=lambda user, settled=settled: user is not settled)
+        scale.replace_all_uses_with(settled, delete_user_cb=partial(operator.is_not, settled))
 
 
 def _casts_to_scale(node: fx.Node) -> bool:
