@@ -139,9 +139,9 @@ def _casts_to_scale(node: fx.Node) -> bool:
 
 def _after_rounding(scale: fx.Node) -> fx.Node:
     """The last of the operators that round a scale to a power of two; the scale itself if there are none."""
-    for operator in (aten.log2.default, aten.floor.default, aten.exp2.default):
+    for rounding in (aten.log2.default, aten.floor.default, aten.exp2.default):
         for user in scale.users:
-            if user.target is operator:
+            if user.target is rounding:
                 scale = user
                 break
     return scale
