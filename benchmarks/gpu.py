@@ -4,21 +4,21 @@
         [--json FILE]
 
 The most important rows come first. Each is written as soon as it is measured, so that a run cut short keeps its first
-rows. Each runs in its own process. If memory runs out, another process tries half as many sequences at once, and later
-rows of that model begin with as many as fitted, so that they compare. A training row runs train.py itself: some steps
-to compile and warm up, some timed together (waiting for the device only at their ends), one under torch's profiler for
-the shares of the step. Peers do the same steps. `roofline` is tokens/s over what the measured matmul peaks allow if
-only matmuls and attention took time (attention at the bfloat16 peak, its causal half). `TFLOP/s` counts a token as 6 x
-(parameters without the embedding + layers x heads x head_dim x seq_len), so attention's causal half, as NVIDIA's tables
-do; MFU counts all of attention, as torchtitan's do.
+rows. Each runs in its own process. If memory runs out, another process tries half as many sequences at once. A training
+row runs train.py itself: some steps to compile and warm up, some timed together (waiting for the device only at their
+ends), one under torch's profiler for the shares of the step. Peers do the same steps. `roofline` is tokens/s over what
+the measured matmul peaks allow if only matmuls and attention took time (attention at the bfloat16 peak, its causal
+half). `TFLOP/s` counts a token as 6 x (parameters without the embedding + layers x heads x head_dim x seq_len), so
+attention's causal half, as NVIDIA's tables do; MFU counts all of attention, as torchtitan's do.
 
 `--rehearse` runs everything on CPU with tiny shapes, to find typos before using a GPU: its figures say nothing. The
-dataset is the one that ./run_llama_train.sh prepares.
+dataset is the one that ./run_llama_train.sh prepares. A GPU of 80 GB has room for a part of the 8B:
+`--add "8B bf16 8192=--model.n_layers=12"`.
 """
 
+import argparse
 import dataclasses
 import json
-import math
 import os
 import re
 import signal
@@ -39,15 +39,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import metrics
-from benchmarks.report import build_parser, finish, prepare_once, print_row
+from benchmarks.report import REHEARSE, add_row, build_parser, finish, has_gpu, prepare_once, print_row
 from config import Config, TitaniteError, load_config
 from float8.convert import convert_to_float8
 from models import build_model, find_model
 from models.llama.hf import to_hf_config
 from parallel.device import synchronize
 from storage.records import read_records
-from tools.plan_count import Case, count
-from tools.plan_time import GIB
 from train import train
 
 WARMUP_STEPS = 3
@@ -60,14 +58,13 @@ ONCE = ("--parallelism.reshard_after_forward=false",)  # weights are cast once p
 SMALL_STATES = ("--optimizer.state_dtype=bfloat16",)
 BUDGET = ("--activation_checkpoint.mode=budget", "--activation_checkpoint.memory_budget=0.8")
 NO_ROOM = "no room"
-MEMORY = "device GiB"  # if named as a row, only this is measured
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """A training row: flavor, tokens per sequence, sequences per microbatch and per step, and further settings.
 
-    `steps` steps are timed. A row `instead_of` another is left out if the other could be measured or was left out.
+    `steps` steps are timed.
     """
 
     flavor: str
@@ -78,7 +75,6 @@ class Run:
     steps: int = 6
     dataset: Path = DATASET
     peer: str = ""
-    instead_of: str = ""
 
 
 def is_known(options: Sequence[str]) -> bool:
@@ -92,66 +88,61 @@ def is_known(options: Sequence[str]) -> bool:
 
 def runs() -> dict[str, Run]:
     """The training rows by name, the most important first, without those whose settings are not known."""
-    small, large = ("--training.loss_chunks=2", *ONCE), ("--training.loss_chunks=2", *SMALL_STATES, *BUDGET, *ONCE)
-    full = ("--training.loss_chunks=4", *SMALL_STATES, "--activation_checkpoint.mode=full")
-    fewer = ("--model.n_layers=12",)  # of 32, for a GPU of 80 GB
+    chunks = "--training.loss_chunks=2"
+    muon = "--optimizer.name=muon"
+
+    def small(*options: str) -> Run:
+        return Run("1.8B", 8192, 4, 8, (chunks, *ONCE, *options))
+
+    def medium(*options: str) -> Run:
+        return Run("3B", 8192, 2, 8, (chunks, *ONCE, *options))
+
+    def large(*options: str) -> Run:
+        return Run("8B", 8192, 1, 8, (chunks, *SMALL_STATES, *BUDGET, *ONCE, *options), 3)
+
+    def short(*options: str) -> Run:
+        return Run("1.8B", 4096, 8, 16, (chunks, *ONCE, *options))
+
     rows = {
-        "1.8B bf16 8192": Run("1.8B", 8192, 4, 8, small),
+        "1.8B bf16 8192": small(),
         "1.8B torchtitan 8192": Run("1.8B", 8192, 4, 8, peer="torchtitan"),
-        "1.8B tensorwise 8192": Run("1.8B", 8192, 4, 8, (*small, *TENSORWISE)),
-        "8B bf16 8192": Run("8B", 8192, 1, 8, large, 3),
-        "8B bf16 8192 saving memory": Run("8B", 8192, 1, 8, full, 3, instead_of="8B bf16 8192"),
-        "8B bf16 8192 of 12 layers": Run(
-            "8B", 8192, 1, 8, (*large, *fewer), 3, instead_of="8B bf16 8192 saving memory"
-        ),
-        "8B tensorwise 8192": Run("8B", 8192, 1, 8, (*large, *TENSORWISE), 3),
-        "8B tensorwise 8192 saving memory": Run(
-            "8B", 8192, 1, 8, (*full, *TENSORWISE), 3, instead_of="8B tensorwise 8192"
-        ),
-        "8B tensorwise 8192 of 12 layers": Run(
-            "8B", 8192, 1, 8, (*large, *fewer, *TENSORWISE), 3, instead_of="8B tensorwise 8192 saving memory"
-        ),
+        "1.8B tensorwise 8192": small(*TENSORWISE),
+        "8B bf16 8192": large(),
+        "8B tensorwise 8192": large(*TENSORWISE),
         "1.8B transformers 8192": Run("1.8B", 8192, 4, 8, peer="transformers"),
-        "1.8B bf16 8192 weights cast each time": Run("1.8B", 8192, 4, 8, ("--training.loss_chunks=2",)),
-        "1.8B bf16 8192 whole logits": Run("1.8B", 8192, 4, 8, ONCE),
-        "1.8B rowwise 8192": Run("1.8B", 8192, 4, 8, (*small, *ROWWISE)),
-        "1.8B bf16 4096": Run("1.8B", 4096, 8, 16, small),
-        "3B bf16 8192": Run("3B", 8192, 2, 8, small),
-        "3B bf16 8192 saving memory": Run("3B", 8192, 2, 8, (*small, *SMALL_STATES), instead_of="3B bf16 8192"),
-        "3B tensorwise 8192": Run("3B", 8192, 2, 8, (*small, *TENSORWISE)),
-        "3B tensorwise 8192 saving memory": Run(
-            "3B", 8192, 2, 8, (*small, *SMALL_STATES, *TENSORWISE), instead_of="3B tensorwise 8192"
-        ),
-        "8B rowwise 8192": Run("8B", 8192, 1, 8, (*large, *ROWWISE), 3),
-        "8B rowwise 8192 of 12 layers": Run(
-            "8B", 8192, 1, 8, (*large, *fewer, *ROWWISE), 3, instead_of="8B rowwise 8192"
-        ),
-        "8B blockwise 8192": Run("8B", 8192, 1, 8, (*large, *BLOCKWISE), 3),
-        "8B blockwise 8192 of 12 layers": Run(
-            "8B", 8192, 1, 8, (*large, *fewer, *BLOCKWISE), 3, instead_of="8B blockwise 8192"
-        ),
-        "1.8B blockwise 8192": Run("1.8B", 8192, 4, 8, (*small, *BLOCKWISE)),
-        "1.8B muon 8192": Run("1.8B", 8192, 4, 8, (*small, "--optimizer.name=muon")),
-        "8B muon 8192": Run("8B", 8192, 1, 8, (*large, "--optimizer.name=muon"), 3),
-        "3B rowwise 8192": Run("3B", 8192, 2, 8, (*small, *ROWWISE)),
-        "1.8B tensorwise 4096": Run("1.8B", 4096, 8, 16, (*small, *TENSORWISE)),
-        "1.8B rowwise 4096": Run("1.8B", 4096, 8, 16, (*small, *ROWWISE)),
+        "1.8B rowwise 8192": small(*ROWWISE),
+        "1.8B bf16 4096": short(),
+        "3B bf16 8192": medium(),
+        "3B tensorwise 8192": medium(*TENSORWISE),
+        "8B rowwise 8192": large(*ROWWISE),
+        "8B blockwise 8192": large(*BLOCKWISE),
+        "1.8B blockwise 8192": small(*BLOCKWISE),
+        "1.8B muon 8192": small(muon),
+        "8B muon 8192": large(muon),
+        "3B rowwise 8192": medium(*ROWWISE),
+        "1.8B tensorwise 4096": short(*TENSORWISE),
+        "1.8B rowwise 4096": short(*ROWWISE),
     }
     return {name: run for name, run in rows.items() if is_known(run.options)}
 
 
 def rehearsal(run: Run) -> Run:
     """The same row, small enough for a CPU."""
-    options = (*run.options, "--training.param_dtype=float32")  # fast on every CPU
-    if "--float8.enable" in options and EVERY_LAYER not in options:
-        options = (*options, EVERY_LAYER)
+    options = [*run.options, "--training.param_dtype=float32"]  # fast on every CPU
+    if "--float8.enable" in options:
+        options.append(EVERY_LAYER)
     flavor = "tiny"
-    if "--float8.recipe=blockwise" in options:  # whose layers need larger sizes
+    if "--float8.recipe=blockwise" in options:  # its layers need larger sizes
         flavor = "1B"
-        others = [option for option in options if not option.startswith("--model.n_layers=")]
-        options = (*others, "--model.n_layers=1", "--model.vocab_size=4096")
+        options += ["--model.n_layers=1", "--model.vocab_size=4096"]
     return dataclasses.replace(
-        run, flavor=flavor, seq_len=64, local_batch_size=2, global_batch_size=4, options=options, dataset=REHEARSAL
+        run,
+        flavor=flavor,
+        seq_len=64,
+        local_batch_size=2,
+        global_batch_size=4,
+        options=tuple(options),
+        dataset=REHEARSAL,
     )
 
 
@@ -167,20 +158,23 @@ def peaks(device: torch.device, rehearse: bool) -> dict[str, float | None]:
     x = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
     weight = torch.randn(hidden, dim, device=device, dtype=torch.bfloat16)
     flops = 2 * tokens * dim * hidden
-    row: dict[str, float | None] = {"bf16 TFLOP/s": flops / seconds(lambda: F.linear(x, weight), device) / 1e12}
+    row: dict[str, float | None] = {}
+    row["bf16 TFLOP/s"] = flops / seconds(lambda: F.linear(x, weight), device) / 1e12
     if device.type == "cpu" or torch.cuda.get_device_capability() >= (8, 9):
         one = torch.ones((), device=device)
-        x8, weight8 = (t.to(torch.float8_e4m3fn) for t in (x, weight))
+        x8 = x.to(torch.float8_e4m3fn)
+        weight8 = weight.to(torch.float8_e4m3fn)
 
         def matmul(fast: bool) -> torch.Tensor:
             return torch._scaled_mm(x8, weight8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
         # As in torchao's recipes, the forward's matmul uses fast accumulation, the backward's two do not.
-        time_of = {fast: seconds(partial(matmul, fast), device) for fast in (True, False)}
-        row["float8 TFLOP/s"] = 3 * flops / (time_of[True] + 2 * time_of[False]) / 1e12
-    big = torch.empty(2**16 if rehearse else 2**30, dtype=torch.bfloat16, device=device)
-    target = torch.empty_like(big)
-    row["copy TB/s"] = 2 * big.nbytes / seconds(lambda: target.copy_(big), device) / 1e12
+        forward = seconds(partial(matmul, True), device)
+        backward = 2 * seconds(partial(matmul, False), device)
+        row["float8 TFLOP/s"] = 3 * flops / (forward + backward) / 1e12
+    source = torch.empty(2**16 if rehearse else 2**30, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    row["copy TB/s"] = 2 * source.nbytes / seconds(lambda: target.copy_(source), device) / 1e12
     return row | attention_rates(device, rehearse)
 
 
@@ -529,78 +523,97 @@ def measure_row(name: str, added: Sequence[str], sequences: int, rehearse: bool,
     Raises RuntimeError if memory runs out.
     """
     device = torch.device("cpu" if rehearse else "cuda")
-    if name in (MEMORY, "peaks"):
-        room = {} if rehearse else {MEMORY: torch.cuda.mem_get_info()[0] / GIB}
-        return room if name == MEMORY else peaks(device, rehearse) | room
+    if name == "peaks":
+        return peaks(device, rehearse)
     run = dataclasses.replace(find_run(name, rehearse, added), local_batch_size=sequences)
     measure = {"": measure_training, "transformers": measure_transformers, "torchtitan": measure_torchtitan}[run.peer]
-    return measure(run, device, started) | {"sequences": run.local_batch_size}
+    return measure(run, device, started) | {"sequences": sequences}
 
 
-def least_gib(run: Run) -> float:
-    """The least GiB that a run holds: a little less than the planner counts. Nothing is known about a peer's."""
-    if run.peer:
-        return 0.0
-    (counted,) = count([Case(training_config(run, 1, "unused"), 1)], sure=False)
-    return counted.peak / GIB / 1.05
+def run_alone(name: str, added: Sequence[str], sequences: int, rehearse: bool, started: float) -> None:
+    """Print the row as this process measures it."""
+    try:
+        row = measure_row(name, added, sequences, rehearse, started)
+    except RuntimeError as error:  # kernels and cuBLAS handles can run out of memory too
+        if not re.search("out of memory|ALLOC_FAILED", str(error)):
+            raise
+        row = {"failed": f"{NO_ROOM} for {sequences} sequences at once: {str(error).splitlines()[0]}"}
+    print_row(row)
+    os._exit(0)  # the row is printed: errors in Python's exit do not matter
 
 
 def run_fitting(
-    name: str, run: Run, added: Sequence[str], room_gib: float, rehearse: bool, timeout_seconds: float, log: Path
+    name: str, added: Sequence[str], sequences: int, rehearse: bool, timeout_seconds: float, log: Path
 ) -> dict[str, Any]:
-    """Measure a row with `added` settings and the run's sequences at once.
-
-    As long as memory runs out, it tries half as many. It starts no process for what cannot fit in `room_gib`.
-    """
+    """Measure a row with `sequences` at once, or half as many as long as memory runs out."""
     deadline = time.perf_counter() + timeout_seconds
-    sequences = run.local_batch_size
     while True:
-        try:
-            needed_gib = least_gib(dataclasses.replace(run, local_batch_size=sequences))
-        except ImportError as error:  # torchao's, which plans float8; the other rows need none
-            return {"failed": f"{type(error).__name__}: {error}"}
-        if needed_gib <= room_gib:
-            row = run_row(name, sequences, rehearse, deadline - time.perf_counter(), log, added)
-        else:
-            row = no_room(sequences, f"planned are {needed_gib:.0f} GiB or more, the device has {room_gib:.0f}")
+        row = run_row(name, added, sequences, rehearse, deadline - time.perf_counter(), log)
         if sequences == 1 or not row.get("failed", "").startswith(NO_ROOM):
             return row
         sequences //= 2
 
 
-def no_room(sequences: int, why: str) -> dict[str, Any]:
-    return {"failed": f"{NO_ROOM} for {sequences} sequences at once: {why}"}
-
-
 def run_row(
-    name: str, sequences: int, rehearse: bool, timeout_seconds: float, log: Path, added: Sequence[str] = ()
+    name: str, added: Sequence[str], sequences: int, rehearse: bool, timeout_seconds: float, log: Path
 ) -> dict[str, Any]:
     """Measure one row in its own process. An error becomes part of the row; all output goes to `log`."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--alone", name, f"--sequences={sequences}"]
-    command += ["--rehearse"] if rehearse else []
-    command += [f"--add={name}={' '.join(added)}"] if added else []
+    command.append(f"--add={name}={' '.join(added)}")
+    if rehearse:
+        command.append("--rehearse")
     with open(log, "a+", encoding="utf-8") as errors:
         errors.write(f"--- {name}, {sequences} at once\n")
         errors.flush()
         begin = errors.tell()
         try:
             result = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                timeout=timeout_seconds,
+                command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=timeout_seconds, check=False
             )
         except subprocess.TimeoutExpired:
             return {"failed": f"not done within {timeout_seconds:.0f} s, see {log}"}
         errors.seek(begin)
         said = errors.read().splitlines()
+    if result.returncode < 0:  # out of host memory, or a driver's fault: the process may have said why
+        said.append(f"Error: ended by {signal.Signals(-result.returncode).name}")
     if result.returncode:
-        lines = [line for line in said if "Error" in line or "error" in line]
-        if result.returncode < 0:  # out of host memory, or a driver's fault: the process may have said why
-            said = [f"ended by {signal.Signals(-result.returncode).name}"]
-        return {"failed": f"{(lines or said or ['no output'])[-1][:200]}, see {log}"}
-    return json.loads(result.stdout.splitlines()[-1])
+        reasons = [line for line in said if "rror" in line] or said or ["no output"]
+        return {"failed": f"{reasons[-1][:200]}, see {log}"}
+    row: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return row
+
+
+def measure_rows(
+    names: Sequence[str], added: dict[str, list[str]], arguments: argparse.Namespace, started: float
+) -> list[dict[str, Any]]:
+    """Measure the rows that fit into the budget, and write each once it is there."""
+    log = arguments.json.with_suffix(".log") if arguments.json else Path(tempfile.gettempdir()) / "benchmarks-gpu.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    longest: dict[str, float] = {}  # row of each flavor, which says nothing about other flavors
+    peak: dict[str, Any] = {}
+    for name in names:
+        flavor = name.split()[0]
+        begin = time.perf_counter()
+        left = arguments.budget_seconds - (begin - started)
+        if left < longest.get(flavor, 0.0):
+            print(f"{name}: left out, {left:.0f} s remain of the budget", flush=True)
+            continue
+        row: dict[str, Any] = {"row": name}
+        more = added.get(name, [])
+        if name == "peaks":
+            peak = run_row(name, more, 1, arguments.rehearse, left, log)
+            row |= peak
+        else:
+            run = find_run(name, arguments.rehearse, more)
+            if more:
+                row["added"] = " ".join(more)
+            row |= run_fitting(name, more, run.local_batch_size, arguments.rehearse, left, log)
+            if "tokens/s" in row and peak.get("bf16 TFLOP/s"):
+                row["roofline"] = row["tokens/s"] / attainable(run, peak)
+        longest[flavor] = max(longest.get(flavor, 0.0), time.perf_counter() - begin)
+        add_row(arguments, rows, row)
+    return rows
 
 
 def main() -> int:
@@ -613,106 +626,61 @@ def main() -> int:
     parser.add_argument(
         "--budget-seconds", type=float, default=540, help="no row begins that may pass it (%(default)s)"
     )
-    parser.add_argument("--rehearse", action="store_true", help="on CPU, with tiny shapes; the figures say nothing")
+    parser.add_argument("--rehearse", action="store_true", help=REHEARSE)
     parser.add_argument("--alone", metavar="ROW", help="internal: measure one row in this process")
     parser.add_argument("--sequences", type=int, default=1, help="internal: of that row, at once")
     arguments = parser.parse_args()
-    added = {name: options.split() for name, _, options in (text.partition("=") for text in arguments.add)}
+    added: dict[str, list[str]] = {}
+    for text in arguments.add:
+        name, _, options = text.partition("=")
+        added[name] = options.split()
     if arguments.alone:
         more = added.get(arguments.alone, [])
-        try:
-            alone = measure_row(arguments.alone, more, arguments.sequences, arguments.rehearse, started)
-        except RuntimeError as error:  # kernels and cuBLAS handles can run out of memory too
-            if not re.search("out of memory|ALLOC_FAILED", str(error)):
-                raise
-            alone = no_room(arguments.sequences, str(error).splitlines()[0])
-        print(json.dumps(alone), flush=True)
-        os._exit(0)  # the row is printed: errors in Python's exit do not matter
-    unknown = {*filter(None, arguments.rows.split(",")), *added} - {"peaks", *runs()}
+        run_alone(arguments.alone, more, arguments.sequences, arguments.rehearse, started)
+    known = ("peaks", *runs())
+    wanted = QUICK if arguments.quick else known
+    if arguments.rows:
+        wanted = arguments.rows.split(",")
+    unknown = {*wanted, *added} - {*known}
     if unknown:
-        parser.error(f"unknown rows {', '.join(sorted(unknown))}; known are peaks, {', '.join(runs())}")
-    if not arguments.rehearse and not torch.cuda.is_available():
-        print("no GPU here: nothing measured; --rehearse tries the command on CPU")
+        parser.error(f"unknown rows {', '.join(sorted(unknown))}; known are {', '.join(known)}")
+    if not has_gpu(arguments.rehearse):
         return int(arguments.check)
-    source, dataset = ("docs", REHEARSAL) if arguments.rehearse else ("stdlib", DATASET)
-    prepare_once(dataset, source)
-    metrics.quiet_noisy_loggers()  # torchao's, which a plan imports
-
-    wanted = arguments.rows.split(",") if arguments.rows else QUICK if arguments.quick else ["peaks", *runs()]
-    chosen = [name for name in ("peaks", *runs()) if name in wanted]
-    rows: list[dict[str, Any]] = []
-    peak: dict[str, Any] = {}
-    room_gib = math.inf if arguments.rehearse else 0.0  # of the device; 0: not measured yet, which takes a process
-    longest: dict[str, float] = {}  # row of each flavor, which says nothing about other flavors
-    log = arguments.json.with_suffix(".log") if arguments.json else Path(tempfile.gettempdir()) / "benchmarks-gpu.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    failed: dict[str, bool] = {}
-    tokens_at_once: dict[str, int] = {}  # of each flavor's first row: other rows, peers' too, begin with it
-    for name in chosen:
-        more = added.get(name, [])
-        run = None if name == "peaks" else find_run(name, arguments.rehearse, more)
-        if run and failed.get(run.instead_of) is False and not arguments.rehearse:
-            failed[name] = False
-            continue
-        flavor = name.split()[0]
-        left = arguments.budget_seconds - (time.perf_counter() - started)
-        if left < longest.get(flavor, 0.0):
-            print(f"{name}: left out, {left:.0f} s remain of the budget", flush=True)
-            continue
-        if run and not room_gib:
-            known = peak if MEMORY in peak else run_row(MEMORY, 1, arguments.rehearse, left, log)
-            room_gib = known.get(MEMORY, math.inf)
-        begin = time.perf_counter()
-        row: dict[str, Any] = {"row": name}
-        if run:
-            sequences = min(run.local_batch_size, tokens_at_once.get(run.flavor, sys.maxsize) // run.seq_len)
-            run = dataclasses.replace(run, local_batch_size=sequences)
-            row |= {"added": " ".join(more)} if more else {}
-            row |= run_fitting(name, run, more, room_gib, arguments.rehearse, left, log)
-        else:
-            row |= run_row(name, 1, arguments.rehearse, left, log)
-        longest[flavor] = max(longest.get(flavor, 0.0), time.perf_counter() - begin)
-        failed[name] = "failed" in row
-        if name == "peaks":
-            peak = row
-        elif run and "tokens/s" in row:
-            if not run.peer:
-                tokens_at_once.setdefault(run.flavor, row["sequences"] * run.seq_len)
-            if peak.get("bf16 TFLOP/s"):
-                row |= {"roofline": row["tokens/s"] / attainable(run, peak)}
-        rows.append(row)
-        print_row(row)
-        if arguments.json:  # after each row, for runs cut short
-            arguments.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
-    return finish(arguments, rows, [] if arguments.rehearse else list(bars(rows, chosen, torch.cuda.get_device_name())))
+    prepare_once(*((REHEARSAL, "docs") if arguments.rehearse else (DATASET,)))
+    metrics.quiet_noisy_loggers()  # torchao's, which the roofline of float8 imports
+    rows = measure_rows([name for name in known if name in wanted], added, arguments, started)
+    if arguments.rehearse:
+        return finish(arguments, rows, [])
+    return finish(arguments, rows, bars(rows, wanted, torch.cuda.get_device_name()))
 
 
-def bars(rows: list[dict[str, Any]], chosen: Sequence[str], gpu: str) -> Iterator[tuple[str, bool]]:
-    """The bars of the `chosen` rows. A row that was not measured misses its bar. Those in tokens/s are for an H200."""
-    measured = {row["row"]: row["tokens/s"] for row in rows if "tokens/s" in row}
-    speed = {run.instead_of: measured[name] for name, run in runs().items() if name in measured} | measured
+TARGETS = {
+    "1.8B bf16 8192": 40_000,
+    "1.8B tensorwise 8192": 47_000,
+    "8B bf16 8192": 10_500,
+    "8B tensorwise 8192": 14_500,
+}
+PEERS = {"transformers": 1.15, "torchtitan": 1.05}
+
+
+def bars(rows: list[dict[str, Any]], wanted: Sequence[str], gpu: str) -> Iterator[tuple[str, bool]]:
+    """The bars of the `wanted` rows. A row that was not measured misses its bar. Those in tokens/s are for an H200."""
+    speed = {row["row"]: row.get("tokens/s", 0.0) for row in rows}
     for row in rows:
-        if "attention by" in row and not runs()[row["row"]].peer:
-            by = row["attention by"]
-            yield f"{row['row']}: attention by {by}, cudnn is asked for", by == "cudnn"
-    targets = {
-        "1.8B bf16 8192": 40_000,
-        "1.8B tensorwise 8192": 47_000,
-        "8B bf16 8192": 10_500,
-        "8B tensorwise 8192": 14_500,
-    }
-    for name, target in targets.items() if "H200" in gpu else ():
-        if name in speed:
-            yield f"{name}: {speed[name]:,.0f} tokens/s, at least {target:,}", speed[name] >= target
-        elif name in chosen:
-            yield f"{name}: not measured, at least {target:,} tokens/s", False
-    ours = speed.get("1.8B bf16 8192")
-    for peer, least in (("transformers", 1.15), ("torchtitan", 1.05)):
-        theirs = speed.get(f"1.8B {peer} 8192")
-        if ours and theirs:
-            yield f"1.8B bf16 / {peer} = {ours / theirs:.2f}, at least {least}", ours >= least * theirs
-        elif f"1.8B {peer} 8192" in chosen:
-            yield f"1.8B bf16 / {peer}: not measured, at least {least}", False
+        by = row.get("attention by", "cudnn")
+        if by != "cudnn" and not runs()[row["row"]].peer:
+            yield f"{row['row']}: attention by {by}, cudnn is asked for", False
+    for name, target in TARGETS.items():
+        if name in wanted and "H200" in gpu:
+            measured = speed.get(name, 0.0)
+            yield f"{name}: {measured:,.0f} tokens/s, at least {target:,}", measured >= target
+    ours = speed.get("1.8B bf16 8192", 0.0)
+    for peer, least in PEERS.items():
+        name = f"1.8B {peer} 8192"
+        if name in wanted:
+            theirs = speed.get(name, 0.0)
+            met = theirs > 0 and ours >= least * theirs
+            yield f"1.8B bf16: {ours:,.0f} tokens/s, at least {least} times {peer}'s {theirs:,.0f}", met
 
 
 if __name__ == "__main__":

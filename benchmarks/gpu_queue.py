@@ -38,7 +38,7 @@ if __name__ == "__main__":
     require_packages()  # before the next imports fail
 
 from benchmarks import gpu, gpu_settings
-from benchmarks.report import machine, prepare_once, print_row, table
+from benchmarks.report import REHEARSE, has_gpu, machine, prepare_once, print_row, table
 from storage.records import output_path, write_atomically
 
 ROOT = Path(__file__).parents[1]
@@ -74,16 +74,20 @@ class Group(NamedTuple):
 
 def build_groups(rehearse: bool) -> dict[str, Group]:
     """The queue. Estimates are for an H200, by earlier rows if there are such."""
-    flags, runs, settings = ["--rehearse"] * rehearse, gpu.runs(), gpu_settings.rows()
+    flags = ["--rehearse"] if rehearse else []
+    runs = gpu.runs()
+    settings = gpu_settings.rows()
 
-    def chain(row: str) -> list[str]:
-        """The row, and what benchmarks.gpu measures instead if that has no room."""
-        return [row, *(later for name, run in runs.items() if run.instead_of == row for later in chain(name))]
+    def measure_matmuls(rows: Sequence[str], _: Results) -> list[str]:
+        return ["benchmarks.float8_gemm", "--matmuls", "--training.local_batch_size=2", *flags]
 
     def measure_runs(rows: Sequence[str], results: Results) -> list[str]:
-        names = {name: won(row, results) if row in runs else () for row in rows for name in chain(row)}
-        added = [f"--add={name}={' '.join(options)}" for name, options in names.items() if options]
-        return ["benchmarks.gpu", f"--rows={','.join(names)}", *added, *flags]
+        command = ["benchmarks.gpu", f"--rows={','.join(rows)}", *flags]
+        for row in rows:
+            options = won(row, results) if row in runs else ()
+            if options:
+                command.append(f"--add={row}={' '.join(options)}")
+        return command
 
     def measure_settings(rows: Sequence[str], _: Results) -> list[str]:
         return ["benchmarks.gpu_settings", f"--rows={';'.join(rows)}", "--budget-seconds=inf", *flags]
@@ -92,40 +96,40 @@ def build_groups(rehearse: bool) -> dict[str, Group]:
         words = ["pytest", "-q", "-rpfE", "-p", "no:cacheprovider", "-k", expression, "tests/gpu"]
         return Group({expression: seconds}, lambda *_: words, files=files)
 
-    def kernels(recipe: str) -> Group:
-        return tests(f"test_kernels and {recipe}", 45, KERNEL_TESTS)
-
     def single(kinds: Sequence[str]) -> Group:
-        rows = [f"float8, {recipe}, {kind}".strip(", ") for kind in kinds for recipe in gpu_settings.RECIPES]
-        rows = [row for row in rows if row in settings and gpu.is_known(settings[row].options)]
+        names = [f"float8, {recipe}, {kind}".strip(", ") for kind in kinds for recipe in gpu_settings.RECIPES]
+        rows = [name for name in names if name in settings and gpu.is_known(settings[name].options)]
         return Group(dict.fromkeys(rows, 20), measure_settings, 45, (gpu_settings.BASE,))
 
-    def estimate(*names: str) -> dict[str, int]:
+    def whole(names: Sequence[str], **options: Any) -> Group:
         seconds = {"1.8B": 50, "3B": 65, "8B": 85}
-        return {name: seconds[runs[name].flavor] for name in names if name in runs and not runs[name].instead_of}
+        return Group({name: seconds[runs[name].flavor] for name in names if name in runs}, measure_runs, **options)
 
-    gemm = ["benchmarks.float8_gemm", "--matmuls", "--training.local_batch_size=2", *flags]
     shapes = {"attention.wq attention.wo": 6, "attention.wk attention.wv": 4}
     shapes |= {"feed_forward.w1 feed_forward.w3": 8, "feed_forward.w2": 8, "output": 25}
-    later = ("output too, whole logits", *gpu_settings.IMPRECISE, "fast math")
+    if rehearse:
+        shapes = {"any": 5}
+    later = ("output too, whole logits", *gpu_settings.IMPRECISE)
     first = ("", *(gain for gain in gpu_settings.GAINS if gain not in later))
     recipes = ("tensorwise", "bf16", "rowwise", "blockwise", "muon")
+    large = [f"{flavor} {recipe} 8192" for flavor in ("8B", "1.8B") for recipe in recipes]
     peers = [name for name, run in runs.items() if run.peer and importlib.util.find_spec(run.peer)]
+    medium = [name for name in runs if name.startswith("3B")]
     compared = ("peaks", "1.8B bf16 8192")
-    return {
-        "matmuls": Group({"any": 5} if rehearse else shapes, lambda *_: gemm, files=("benchmarks/float8_gemm.py",)),
+    groups = {
+        "matmuls": Group(shapes, measure_matmuls, files=("benchmarks/float8_gemm.py",)),
         "peaks": Group({"peaks": 10}, measure_runs, files=("benchmarks/gpu.py",)),
-        **{f"kernels, {recipe}": kernels(recipe) for recipe in gpu_settings.RECIPES},
-        "settings": single(first),
-        **{name: tests(*test) for name, test in RANKS.items()},
-        "8B and 1.8B": Group(
-            estimate(*(f"{flavor} {recipe} 8192" for flavor in ("8B", "1.8B") for recipe in recipes)),
-            measure_runs, always=compared[:1],
-        ),
-        "peers": Group(estimate(*peers), measure_runs, 85, compared, ("benchmarks/gpu.py",)),
-        "3B": Group(estimate(*(name for name in runs if name.startswith("3B"))), measure_runs, always=compared[:1]),
-        "settings, later": single(later),
-    }  # fmt: skip
+    }
+    for recipe in gpu_settings.RECIPES:
+        groups[f"kernels, {recipe}"] = tests(f"test_kernels and {recipe}", 45, KERNEL_TESTS)
+    groups["settings"] = single(first)
+    for name, (expression, seconds) in RANKS.items():
+        groups[name] = tests(expression, seconds)
+    groups["8B and 1.8B"] = whole(large, always=("peaks",))
+    groups["peers"] = whole(peers, start_seconds=85, always=compared, files=("benchmarks/gpu.py",))
+    groups["3B"] = whole(medium, always=("peaks",))
+    groups["settings, later"] = single(later)
+    return groups
 
 
 def kernels_unproven(row: str, results: Results) -> str:
@@ -147,16 +151,16 @@ def won(row: str, results: Results) -> tuple[str, ...]:
 
     None if the row has failed with them.
     """
-    earlier = [result for key, result in results.items() if key.endswith(f": {row}")]
-    if any("failed" in result and "added" in result for result in earlier):
-        return ()
+    for key, result in results.items():
+        if key.endswith(f": {row}") and "failed" in result and "added" in result:
+            return ()
     ratios = {key.partition(": ")[2]: row.get("ratio", 0) for key, row in results.items() if key.startswith("settings")}
     best: dict[str, tuple[float, tuple[str, ...]]] = {}
     for name, setting in gpu_settings.rows().items():
-        if kernels_unproven(name, results):
+        if setting.beside != f"float8, {row.split()[1]}" or kernels_unproven(name, results):
             continue
-        ratio, beside = ratios.get(name, 0), ratios.get(setting.beside, 0)
-        if setting.beside == f"float8, {row.split()[1]}" and ratio > WON * beside > 0:
+        ratio = ratios.get(name, 0)
+        if ratio > WON * ratios.get(setting.beside, ratio):
             kind = name.split(", ")[2]
             best[kind] = max(best.get(kind, (0.0, ())), (ratio, setting.gain))
     return tuple(option for _, gain in best.values() for option in gain)
@@ -164,13 +168,16 @@ def won(row: str, results: Results) -> tuple[str, ...]:
 
 def choose(name: str, group: Group, results: Results, tried: set[str], again: bool, left: float) -> list[str]:
     """The rows that fit into the seconds that are `left`: those without a result, or `again` those that failed."""
-    code, seconds, rows = hash_files(group.files), group.start_seconds, list[str]()
+    code = hash_files(group.files)
+    seconds = group.start_seconds
+    rows = []
     for row, of_row in group.seconds.items():
-        result = results.get(key := f"{name}: {row}", {})
+        key = f"{name}: {row}"
+        result = results.get(key, {})
         is_wanted = "failed" in result if again else result.get("code") != code
-        if kernels_unproven(row, results):
+        if not is_wanted or key in tried or kernels_unproven(row, results):
             continue
-        if is_wanted and key not in tried and seconds + of_row <= left:
+        if seconds + of_row <= left:
             rows.append(row)
             seconds += of_row
     return rows
@@ -188,31 +195,43 @@ def work(groups: dict[str, Group], file: Path, budget_seconds: float, patience: 
 
     A process that takes `patience` times its estimate is killed.
     """
-    end, facts, results = time.monotonic() + budget_seconds - END_SECONDS, machine(), load(file)
+    end = time.monotonic() + budget_seconds - END_SECONDS
+    facts = machine()
+    results = load(file)
 
     def keep(key: str, group: Group, row: dict[str, Any]) -> None:
         results[key] = {"code": hash_files(group.files), "date": facts["date"], "commit": facts["commit"]} | row
         print_row({"item": key} | row)
         write_atomically(file, json.dumps({"machine": facts, "results": results}, indent=1).encode() + b"\n")
 
+    def measure_rows(name: str, group: Group, rows: list[str], tried: set[str]) -> None:
+        seconds = group.start_seconds + sum(group.seconds[row] for row in rows)
+        limit = min(end, time.monotonic() + patience * seconds)
+        command = group.command(list(dict.fromkeys((*group.always, *rows))), results)
+        failure = ""
+        for found, why in measure(command, file, limit):
+            failure = why
+            for row, result in found.items():
+                key = f"{name}: {row or rows[0]}"
+                if key not in tried:
+                    tried.add(key)
+                    keep(key, group, result)
+        keys = [f"{name}: {row}" for row in rows]
+        missing = [key for key in keys if key not in tried]
+        if missing and failure and time.monotonic() < end:  # otherwise this call's time is over
+            keep(missing[0], group, {"failed": failure})
+            tried.add(missing[0])  # the others are tried without it
+        else:
+            tried.update(missing)
+
     for again in (False, True):
         tried: set[str] = set()
         for name, group in groups.items():
-            while rows := choose(name, group, results, tried, again, end - time.monotonic()):
-                seconds = patience * (group.start_seconds + sum(group.seconds[row] for row in rows))
-                limit = min(end, time.monotonic() + seconds)
-                command = group.command(list(dict.fromkeys((*group.always, *rows))), results)
-                for found, failure in measure(command, file, limit):
-                    why = failure
-                    for row in found:
-                        if (key := f"{name}: {row or rows[0]}") not in tried:
-                            tried.add(key)
-                            keep(key, group, found[row])
-                missing = [key for row in rows if (key := f"{name}: {row}") not in tried]
-                if missing and why and time.monotonic() < end:  # otherwise this call's time is over
-                    keep(missing[0], group, {"failed": why})
-                    missing = missing[:1]  # the others are tried without it
-                tried.update(missing)
+            while True:
+                rows = choose(name, group, results, tried, again, end - time.monotonic())
+                if not rows:
+                    break
+                measure_rows(name, group, rows, tried)
 
 
 def measure(command: Sequence[str], file: Path, end: float) -> Iterator[tuple[Results, str]]:
@@ -243,13 +262,13 @@ def measure(command: Sequence[str], file: Path, end: float) -> Iterator[tuple[Re
             child.wait()
         log.seek(begin)
         lines = [line for line in log.read().splitlines() if line.strip()] or ["no output"]
-    found = read(part) or count_tests(lines)
+    failure = ""
     if code is None:
-        yield found, "killed, since it took too long"
+        failure = "killed, since it took too long"
     elif code:
-        yield found, ([line for line in lines if re.search(r"[Ee]rror: .", line)] or lines)[-1][:300]
-    else:
-        yield found, ""
+        errors = [line for line in lines if re.search(r"[Ee]rror: .", line)]
+        failure = (errors or lines)[-1][:300]
+    yield read(part) or count_tests(lines), failure
 
 
 def read(part: Path) -> Results:
@@ -261,16 +280,11 @@ def read(part: Path) -> Results:
 
 def count_tests(lines: Sequence[str]) -> Results:
     """What pytest's summary says, as a row that has no name."""
+    passed = sum(line.startswith("PASSED tests/") for line in lines)
     failed = [line for line in lines if re.match("(FAILED|ERROR) tests/", line)]
-    row: dict[str, Any] = {"passed": sum(line.startswith("PASSED tests/") for line in lines)}
-    return {"": row | ({"failed": "; ".join(failed)} if failed else {})} if failed or row["passed"] else {}
-
-
-def take_up(earlier: Path, file: Path) -> None:
-    """Begin with earlier results, unless there are some in the folder asked for."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    if earlier.exists() and not file.exists():
-        shutil.copyfile(earlier, file)
+    if failed:
+        return {"": {"passed": passed, "failed": "; ".join(failed)}}
+    return {"": {"passed": passed}} if passed else {}
 
 
 def load(file: Path) -> Results:
@@ -284,17 +298,33 @@ def summary(groups: dict[str, Group], results: Results) -> list[dict[str, Any]]:
         beside = [key.partition(": ")[2] for key in results if key.startswith(f"{name}: ")]
         for row in dict.fromkeys((*group.seconds, *beside)):
             result = results.get(f"{name}: {row}", {})
-            rates = {key: value for key, value in result.items() if key.endswith("/s") and value is not None}
-            texts = [f"{value:,.0f} {key}" for key, value in rates.items()]
-            texts += [f"{key} {result[key]:.4g}" for key in ("ratio", "passed") if key in result]
-            texts += [f"{key} {result[key][:80]}" for key in ("added", "failed") if key in result]
+            texts = []
+            for key, value in result.items():
+                if key.endswith("/s") and value is not None:
+                    texts.append(f"{value:,.0f} {key}")
+                elif key in ("ratio", "passed"):
+                    texts.append(f"{key} {value:.4g}")
+                elif key in ("added", "failed"):
+                    texts.append(f"{key} {value[:80]}")
             unproven = kernels_unproven(row, results)
             if unproven:
                 texts.append(f"not timed, {unproven[:80]}")
-            code = "" if not result else "present" if result["code"] == hash_files(group.files) else "older"
+            code = ""
+            if result:
+                code = "present" if result["code"] == hash_files(group.files) else "older"
             estimate = group.seconds.get(row)
             lines.append({"group": name, "row": row, "estimate s": estimate, "code": code, "result": ", ".join(texts)})
     return lines
+
+
+def find_file(output: Path | None, name: str, kept: Path) -> Path:
+    """The file of the results in the folder asked for, which begins with those that are kept."""
+    file = Path(output or os.environ.get("OUT", "") or kept) / f"gpu_queue-{name}.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    earlier = kept / file.name
+    if earlier.exists() and not file.exists():
+        shutil.copyfile(earlier, file)
+    return file
 
 
 def main() -> int:
@@ -304,22 +334,22 @@ def main() -> int:
     parser.add_argument("--only", default="", help="groups, with ; between them (default: all)")
     parser.add_argument("--output", type=output_path, help="folder of the results (default benchmarks/results)")
     parser.add_argument("--list", action="store_true", help="rows, estimates and what there is, then end")
-    parser.add_argument("--rehearse", action="store_true", help="on CPU, with tiny shapes; the figures say nothing")
+    parser.add_argument("--rehearse", action="store_true", help=REHEARSE)
     arguments = parser.parse_args()
     groups = build_groups(arguments.rehearse)
-    chosen = [name.strip() for name in arguments.only.split(";") if name.strip()] or list(groups)
-    if unknown := set(chosen) - set(groups):
-        parser.error(f"--only: unknown {'; '.join(sorted(unknown))}; known are {'; '.join(groups)}")
-    groups = {name: group for name, group in groups.items() if name in chosen}
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "h200" if arguments.list else ""
-    if not device and not arguments.rehearse:
-        print("no GPU here: nothing measured; --rehearse tries the command on CPU")
+    if arguments.only:
+        chosen = [name.strip() for name in arguments.only.split(";")]
+        unknown = set(chosen) - set(groups)
+        if unknown:
+            parser.error(f"--only: unknown {'; '.join(sorted(unknown))}; known are {'; '.join(groups)}")
+        groups = {name: group for name, group in groups.items() if name in chosen}
+    if not has_gpu(arguments.rehearse or arguments.list):
         return 0
-    kept = REHEARSAL if arguments.rehearse else RESULTS
-    folder = Path(arguments.output or os.environ.get("OUT", "") or kept)
-    name = "rehearsal" if arguments.rehearse else re.sub(r"\W+", "-", device.lower().removeprefix("nvidia "))
-    file = folder / f"gpu_queue-{name}.json"
-    take_up(kept / file.name, file)
+    name = "rehearsal"
+    if not arguments.rehearse:
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "h200"
+        name = re.sub(r"\W+", "-", device.lower().removeprefix("nvidia "))
+    file = find_file(arguments.output, name, REHEARSAL if arguments.rehearse else RESULTS)
     if not arguments.list:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`: no process stays on the GPU
         with suppress(subprocess.CalledProcessError):  # some rows need no data

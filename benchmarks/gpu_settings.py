@@ -13,12 +13,10 @@ this commit's config.py does not know are left out.
 import contextlib
 import dataclasses
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -43,7 +41,7 @@ from benchmarks.gpu import (
     measure_training,
     rehearsal,
 )
-from benchmarks.report import build_parser, finish, prepare_once, print_row
+from benchmarks.report import REHEARSE, add_row, build_parser, finish, has_gpu, prepare_once
 from models.llama import parallelize
 from run.processes import shut_down
 
@@ -80,37 +78,34 @@ def rows() -> dict[str, Row]:
     def without(options: tuple[str, ...], *others: str) -> tuple[str, ...]:
         return (*(option for option in base if option not in options), *others)
 
-    return {
+    found = {
         BASE: Row(base),
         "flash attention, not cuDNN's": Row(base, _without_cudnn),
         "the compiler unguided": Row(base, _unguided),
-        "softmax in two passes, not online": Row(base, partial(inductor.patch, online_softmax=False)),
         "weights cast in each microbatch": Row(without(ONCE)),
         "logits whole": Row(without(CHUNKS)),
-        "optimizer's means in float32": Row(without(SMALL_STATES)),
-        "nothing recomputed": Row(without(BUDGET)),
-        "activation_checkpoint.mode = full": Row(without(BUDGET, "--activation_checkpoint.mode=full")),
         "not compiled": Row(without(BUDGET, "--compile.enable=false")),
-        **{name: row for recipe in RECIPES for name, row in float8_rows(base, recipe).items()},
-        f"{BASE}, again": Row(base),
     }
+    for recipe in RECIPES:
+        found |= float8_rows(base, recipe)
+    return found | {f"{BASE}, again": Row(base)}
 
 
 def float8_rows(base: tuple[str, ...], recipe: str) -> dict[str, Row]:
     """With `blockwise` kernels are always own ones, torch refuses fast accumulation, the output stays in bfloat16."""
-    name, options = f"float8, {recipe}", (*base, *RECIPES[recipe])
-    gains, imprecise = GAINS, IMPRECISE
+    name = f"float8, {recipe}"
+    options = (*base, *RECIPES[recipe])
+    found = {name: Row(options)}
+    gains = GAINS
+    imprecise = IMPRECISE
     if recipe == "blockwise":
         gains = {"wk and wv too": GAINS["wk and wv too"]}
         imprecise = {}
-    return {
-        name: Row(options),
-        f"{name}, the compiler unguided": Row(options, _unguided),
-        # Exponentials in fewer instructions.
-        f"{name}, fast math": Row(options, partial(inductor.patch, use_fast_math=True)),
-        **{f"{name}, {gain}": Row((*options, *more), gain=more, beside=name) for gain, more in gains.items()},
-        **{f"{name}, {other}": Row((*options, *more)) for other, more in imprecise.items()},
-    }
+    for gain, more in gains.items():
+        found[f"{name}, {gain}"] = Row((*options, *more), gain=more, beside=name)
+    for other, more in imprecise.items():
+        found[f"{name}, {other}"] = Row((*options, *more))
+    return found
 
 
 @contextlib.contextmanager
@@ -157,15 +152,16 @@ def main() -> int:
     parser = build_parser(__doc__ or "")
     parser.add_argument("--rows", default="", help="names of rows, with ; between them (default: all)")
     parser.add_argument("--budget-seconds", type=float, default=300.0, help="start no row after this")
-    parser.add_argument("--rehearse", action="store_true", help="on CPU, with tiny shapes; the figures say nothing")
+    parser.add_argument("--rehearse", action="store_true", help=REHEARSE)
     arguments = parser.parse_args()
     known = rows()
-    names = [name.strip() for name in arguments.rows.split(";") if name.strip()]
-    names = names or list(QUICK if arguments.quick else known)
-    if unknown := set(names) - set(known):
+    names = list(QUICK if arguments.quick else known)
+    if arguments.rows:
+        names = [name.strip() for name in arguments.rows.split(";")]
+    unknown = set(names) - set(known)
+    if unknown:
         parser.error(f"--rows: unknown {'; '.join(sorted(unknown))}; known are {'; '.join(known)}")
-    if not arguments.rehearse and not torch.cuda.is_available():
-        print("no GPU here: nothing measured; --rehearse tries the command on CPU")
+    if not has_gpu(arguments.rehearse):
         return int(arguments.check)
     prepare_once(*((REHEARSAL, "docs") if arguments.rehearse else (DATASET,)))
     metrics.quiet_noisy_loggers()
@@ -179,15 +175,12 @@ def main() -> int:
             print(f"{name}: left out, the budget is spent", flush=True)
             continue
         row = {"row": name} | measure(known[name], device, arguments.rehearse)
-        if "tokens/s" in row and "tokens/s" in (measured or [row])[0]:
-            row["ratio"] = row["tokens/s"] / (measured or [row])[0]["tokens/s"]
-        measured.append(row)
-        print_row(row)
-        if arguments.json:
-            arguments.json.write_text(json.dumps({"rows": measured}, indent=1) + "\n", encoding="utf-8")
-    return finish(
-        arguments, measured, [(f"{row['row']}: {row['failed']}", False) for row in measured if "failed" in row]
-    )
+        first = measured[0] if measured else row
+        if "tokens/s" in row and "tokens/s" in first:
+            row["ratio"] = row["tokens/s"] / first["tokens/s"]
+        add_row(arguments, measured, row)
+    bars = [(f"{row['row']}: {row['failed']}", False) for row in measured if "failed" in row]
+    return finish(arguments, measured, bars)
 
 
 if __name__ == "__main__":

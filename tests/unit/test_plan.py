@@ -427,9 +427,6 @@ def test_mistakes_are_named(words: list[str], message: str) -> None:
         refuse()
 
 
-def test_every_published_row_is_a_run_that_train_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    fork(monkeypatch, flavors={**models.MODELS["llama"].flavors, **published.OTHERS})
+def test_every_published_row_is_a_run_that_train_takes() -> None:
     for row in published.all_rows():
-        for config in row.configs:
-            check(config, row.gpus)
-        assert row.fit <= (not row.is_old), "old rows are not fitted"
+        check(row.config, row.gpus)
