@@ -6,6 +6,7 @@ It runs train.py's own step; the kernel counts bytes at the link. Predicted byte
 that of the unshaped link plus the bytes at the link's rate less headers. Needs root, `ip` and `tc`.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.chaos import prepare_data
-from benchmarks.report import build_parser, finish, print_row, require_cpu
+from benchmarks.report import add_row, build_parser, finish, require_cpu
 from config import load_config
 from parallel.mesh import ParallelDims
 from tools.plan_count import Case, count
@@ -42,11 +43,13 @@ COMMON = (
     "--checkpoint.enable=false",
 )
 FLOAT32 = ("--training.param_dtype=float32",)
-FLOAT8 = ("--float8.enable", "--float8.filter=all")
 OWN_SUM = ("--parallelism.reduce_scatter=all_to_all",)
 ONCE = ("--parallelism.sync_every_microbatch=false",)
 KEPT = ("--parallelism.reshard_after_forward=false",)
 BF16_SUM = ("--training.reduce_dtype=bfloat16",)
+
+
+Row = dict[str, Any]
 
 
 class Setting(NamedTuple):
@@ -75,15 +78,12 @@ class Setting(NamedTuple):
 SETTINGS = {
     "naive: all in float32": Setting(1, FLOAT32),
     "weights in bfloat16": Setting(1, ()),
-    "weights in float8": Setting(1, FLOAT8),
     "+ all_to_all": Setting(1, OWN_SUM),
     "+ gradients in bfloat16": Setting(1, (*OWN_SUM, *BF16_SUM)),
-    "+ prefetch 1": Setting(1, (*OWN_SUM, *BF16_SUM, "--parallelism.prefetch_layers=1")),
     "+ summed once a step": Setting(1, (*OWN_SUM, *BF16_SUM, *ONCE)),
     "+ gathered once a step": Setting(1, (*OWN_SUM, *BF16_SUM, *ONCE, *KEPT)),
     "islands, 10 local steps": Setting(1, ("--parallelism.dp_replicate=2", f"--parallelism.local_steps={LOCAL_STEPS}")),
     "2 ranks a node": Setting(2, ()),
-    "2 ranks a node, reshard group 2": Setting(2, ("--parallelism.reshard_group_size=2",)),
     "2 ranks a node, HSDP": Setting(2, ("--parallelism.dp_replicate=2",)),
 }
 QUICK = ("naive: all in float32", "+ gathered once a step", "2 ranks a node, HSDP")
@@ -171,38 +171,45 @@ def run_rank(arguments: list[str]) -> None:
     os._exit(0)
 
 
+def measure_rows(arguments: argparse.Namespace, scratch: Path) -> list[Row]:
+    """Measure each setting at each rate."""
+    rows: list[Row] = []
+    alone: dict[str, float] = {}  # seconds of a step at the unshaped link
+    names = QUICK if arguments.quick else tuple(SETTINGS)
+    dataset = prepare_data(scratch)
+    port = 29_700
+    with two_nodes():
+        for link, mbits in RATES.items():
+            if arguments.quick and link == "1 Gbit/s":
+                continue
+            shape(mbits)
+            for name in names:
+                port += 1
+                setting = SETTINGS[name]
+                words = [*setting.arguments(), f"--data.datasets={dataset}", f"--run.folder={scratch / str(port)}"]
+                row: Row = {"link": link, "setting": name} | run_nodes(setting, words, port)
+                row["bytes_predicted"] = predict_bytes(setting)
+                if mbits:
+                    wire = 8 * row["bytes_predicted"] / (mbits * 1e6 * PAYLOAD)
+                    row["seconds_predicted"] = alone[name] + wire
+                else:
+                    alone[name] = row["seconds"]
+                add_row(arguments, rows, row)
+    return rows
+
+
 def main() -> int:
     parser = build_parser(__doc__ or "")
     arguments = parser.parse_args()
     require_cpu(parser)
-    rows: list[dict[str, Any]] = []
-    quick = arguments.quick
-    names = [name for name in SETTINGS if not quick or name in QUICK]
-    rates = {name: rate for name, rate in RATES.items() if not quick or name != "1 Gbit/s"}
-    port = 29_700
     with tempfile.TemporaryDirectory(prefix="ethernet-") as scratch:
-        dataset = prepare_data(Path(scratch))
         try:
-            with two_nodes():
-                for rate_name, mbits in rates.items():
-                    shape(mbits)
-                    for name in names:
-                        port += 1
-                        setting, folder = SETTINGS[name], Path(scratch) / f"run-{port}"
-                        words = [*setting.arguments(), f"--data.datasets={dataset}", f"--run.folder={folder}"]
-                        row: dict[str, Any] = {"link": rate_name, "setting": name} | run_nodes(setting, words, port)
-                        row["bytes_predicted"] = predict_bytes(setting)
-                        if mbits:
-                            alone = next(r for r in rows if r["setting"] == name and r["link"] == "unshaped")
-                            wire = 8 * row["bytes_predicted"] / (mbits * 1e6 * PAYLOAD)
-                            row["seconds_predicted"] = alone["seconds"] + wire
-                        rows.append(row)
-                        print_row(rows[-1])
+            rows = measure_rows(arguments, Path(scratch))
         except (OSError, subprocess.CalledProcessError) as error:
             print(f"no namespaces or no shaped link can be made here: {error}")
             return int(arguments.check)
     slow = {row["setting"]: row["seconds"] for row in rows if row["link"] == "200 Mbit/s"}
-    gain = slow[names[0]] / min(slow.values())
+    gain = slow[QUICK[0]] / min(slow.values())
     off = max(abs(row["seconds"] / row["seconds_predicted"] - 1) for row in rows if "seconds_predicted" in row)
     bars = [
         (f"the best setting 3 times as fast as the naive one at 200 Mbit/s: {gain:.2f}", gain >= 3),

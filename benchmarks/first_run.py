@@ -3,18 +3,15 @@
     git clone https://github.com/karpathy/nanoGPT peers/nanoGPT
     git clone https://github.com/karpathy/nanochat peers/nanochat
     pip install --target peers/nanochat/site --no-deps rustbpe tiktoken regex psutil kernels
-    python -m benchmarks.first_run [--quick] [--check] [--json=FILE] [--peers=peers]
+    python -m benchmarks.first_run [--quick] [--check] [--json=FILE]
 
-All train on the data of ./run_llama_train.sh, with all cores, for as many steps as fill `--seconds`, by the step time
+All train on the data of ./run_llama_train.sh, with all cores, for as many steps as fill four minutes, by the step time
 of a short run before; set-up and compilation do not count. nanoGPT's sizes are those of its README for a CPU, on bytes;
 nanochat's those of runs/runcpu.sh, with its tokenizer. nanoGPT is scored here on consecutive blocks of its block size,
 the others score themselves: nanochat on rows that its loader cuts from the same files. A peer that is not there, or
-fails, is reported as unmeasured. `parse` is the share of 50 samples of 100 tokens of the default run, at temperature
-0.8, that parse as Python without their last, unfinished statement, of at most eight lines, if five lines are left.
+fails, is reported as unmeasured.
 """
 
-import argparse
-import ast
 import math
 import os
 import pickle
@@ -23,9 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +29,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks.report import build_parser, finish, prepare_once, print_row, require_cpu
+from benchmarks.report import add_row, build_parser, finish, prepare_once, require_cpu
 from data.shards import open_dataset
-from generate import Request, stream_texts
-from models.trained import Trained, load_trained
 from storage.records import read_records
 
 CONFIG, DATASET = "train_configs/default.toml", Path("datasets/stdlib")
+PEERS = Path("peers").resolve()
+Row = dict[str, Any]
 SECONDS, TRIAL_STEPS = 240, 40
-SAMPLES, SAMPLE_TOKENS, PROMPT, LEAST_LINES, UNFINISHED_LINES = 50, 100, "import os\n", 5, 8
 NANOGPT = (
     "--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=1", "--block_size=64", "--batch_size=12",
     "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0",
@@ -71,47 +65,27 @@ def run(words: Sequence[str], folder: Path, **environment: str) -> str:
     return subprocess.run(command, cwd=folder, env=variables, check=True, text=True, stdout=subprocess.PIPE).stdout
 
 
-def train_titanite(folder: Path, seconds: float, seed: int) -> dict[str, Any]:
+def train_titanite(folder: Path, seconds: float) -> Row:
     """The default run, with as many steps as fit."""
 
-    def train(name: str, steps: int, *words: str) -> list[dict[str, Any]]:
-        words = (f"--run.folder={folder / name}", f"--run.seed={seed}", f"--training.steps={steps}", *words)
+    def train(name: str, steps: int, *words: str) -> list[Row]:
+        words = (f"--run.folder={folder / name}", f"--training.steps={steps}", *words)
         run(["train.py", f"--config={CONFIG}", *words, "--validation.sample_tokens=0"], Path.cwd())
         return read_records(folder / name / "metrics.jsonl")
 
-    trial = train(f"trial-{seed}", TRIAL_STEPS, "--validation.enable=false", "--metrics.log_interval=5")
+    trial = train("trial", TRIAL_STEPS, "--validation.enable=false", "--metrics.log_interval=5")
     steps = round(seconds / statistics.median(row["step_seconds"] for row in trial[2:]))
-    rows = train(f"run-{seed}", steps, f"--validation.interval={steps}", "--validation.max_samples=0")
+    rows = train("run", steps, f"--validation.interval={steps}", "--validation.max_samples=0")
     (bits,) = (row["bits_per_byte"] for row in rows if row["bits_per_byte"])
     spent = sum((row["step_seconds"] or 0) * (row["interval_steps"] or 0) for row in rows)
-    parsed = share_that_parses(
-        load_trained(str(folder / f"run-{seed}"), device=torch.device("cpu"), dtype=torch.float32)
-    )
-    return {"bits per byte": round(bits, 4), "steps": steps, "seconds": round(spent), "parse": parsed}
+    return {"bits per byte": round(bits, 4), "steps": steps, "seconds": round(spent)}
 
 
-def share_that_parses(trained: Trained) -> float:
-    """The share of SAMPLES texts that parse."""
-    request = Request(temperature=0.8, max_tokens=SAMPLE_TOKENS, stop_ids=frozenset({trained.tokenizer.eos_id}))
-    written = [PROMPT] * SAMPLES
-    for row, text in stream_texts(trained, [trained.tokenizer.encode(PROMPT)] * SAMPLES, request):
-        written[row] += text
-    return sum(map(parses, written)) / SAMPLES
-
-
-def parses(text: str) -> bool:
-    """Whether a text is Python up to its last statement, which is unfinished. False if too few lines are left."""
-    lines = text.split("\n")
-    for stop in range(len(lines) - 1, max(len(lines) - 1 - UNFINISHED_LINES, LEAST_LINES - 1), -1):
-        with suppress(SyntaxError, ValueError):
-            ast.parse("\n".join(lines[:stop]))
-            return True
-    return False
-
-
-def train_nanogpt(peer: Path, folder: Path, seconds: float) -> dict[str, Any]:
+def train_nanogpt(folder: Path, seconds: float) -> Row:
     """nanoGPT's README run for a CPU, on bytes."""
-    data, out = peer / "data" / "first_run", folder / "nanogpt"
+    peer = PEERS / "nanoGPT"
+    data = peer / "data" / "first_run"
+    out = folder / "nanogpt"
     data.mkdir(exist_ok=True)
     for split, name in (("train", "train.bin"), ("validation", "val.bin")):
         np.frombuffer("\n".join(texts(split)).encode(), np.uint8).astype(np.uint16).tofile(data / name)
@@ -125,24 +99,33 @@ def train_nanogpt(peer: Path, folder: Path, seconds: float) -> dict[str, Any]:
 
     steps = round(seconds / statistics.median(train(200)[20:]))
     times = train(steps)[1:-1]  # not those with an evaluation
+    bits = score_nanogpt(peer, out, data)
+    return {"bits per byte": round(bits, 4), "steps": steps, "seconds": round(sum(times))}
+
+
+def score_nanogpt(peer: Path, out: Path, data: Path) -> float:
+    """Bits per byte of the held-out files, in consecutive blocks of the model's block size."""
     sys.path.insert(0, str(peer))
     from model import GPT, GPTConfig
 
     saved = torch.load(out / "ckpt.pt", weights_only=True)
     model = GPT(GPTConfig(**saved["model_args"])).eval()
     model.load_state_dict(saved["model"])
-    held_out, length = np.fromfile(data / "val.bin", np.uint16).astype(np.int64), model.config.block_size
-    ids = torch.from_numpy(held_out)[: (len(held_out) - 1) // length * length + 1]
-    inputs, targets, nats = ids[:-1].view(-1, length), ids[1:].view(-1, length), 0.0
+    length = model.config.block_size
+    held_out = torch.from_numpy(np.fromfile(data / "val.bin", np.uint16).astype(np.int64))
+    blocks = (len(held_out) - 1) // length
+    inputs = held_out[: blocks * length].view(blocks, length)
+    targets = held_out[1 : blocks * length + 1].view(blocks, length)
+    nats = 0.0
     with torch.no_grad():
         for x, y in zip(inputs.split(64), targets.split(64), strict=True):
             nats += model(x, y)[1].item() * y.numel()
-    bits = nats / math.log(2) / targets.numel()
-    return {"bits per byte": round(bits, 4), "steps": steps, "seconds": round(sum(times))}
+    return nats / math.log(2) / targets.numel()
 
 
-def train_nanochat(peer: Path, folder: Path, seconds: float) -> dict[str, Any]:
+def train_nanochat(folder: Path, seconds: float) -> Row:
     """nanochat's runs/runcpu.sh, up to its base model."""
+    peer = PEERS / "nanochat"
     data = folder / "nanochat" / "base_data_climbmix"
     data.mkdir(parents=True)
     for split, name in (("train", "a.parquet"), ("validation", "b.parquet")):  # the last file is for validation
@@ -161,45 +144,32 @@ def train_nanochat(peer: Path, folder: Path, seconds: float) -> dict[str, Any]:
     return {"bits per byte": round(bits, 4), "steps": steps, "seconds": round(sum(times[1:]))}
 
 
+JOBS = {"titanite": train_titanite, "nanoGPT": train_nanogpt, "nanochat": train_nanochat}
+
+
 def main() -> int:
     parser = build_parser(__doc__ or "")
-    parser.add_argument("--peers", type=Path, default=Path("peers"), help="folder with nanoGPT and nanochat")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of training, for each (default %(default)s)")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of the default config (default %(default)s)")
     options = parser.parse_args()
     require_cpu(parser)
     prepare_once(DATASET)
-    rows = measure(options, 20 if options.quick else options.seconds)
+    rows: list[Row] = []
+    for of, job in JOBS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                row = job(Path(folder), 20 if options.quick else SECONDS)
+            except (OSError, subprocess.CalledProcessError, ImportError) as error:
+                row = {"unmeasured": " ".join(str(error).split())[:80]}
+        add_row(options, rows, {"of": of, **row})
     scores: dict[str, float] = {row["of"]: row["bits per byte"] for row in rows if "bits per byte" in row}
     share, most = BELOW["with AMX" if torch.cpu._is_amx_tile_supported() else "without"]
-    ours, theirs = scores["titanite"], scores.get("nanoGPT", math.inf)
+    ours = scores.get("titanite", math.inf)
+    theirs = scores.get("nanoGPT", math.inf)
     bars = [
-        (f"bits per byte {ours}: lowest of {scores}", ours == min(scores.values())),
+        (f"bits per byte {ours}: lowest of {scores}", ours == min(scores.values(), default=0)),
         (f"bits per byte {ours}: at most {most:g}", ours <= most),
         (f"bits per byte {ours}: at most {share:g} of nanoGPT's, {theirs}", ours <= share * theirs),
     ]
     return finish(options, rows, [] if options.quick else bars)
-
-
-def measure(options: argparse.Namespace, seconds: float) -> list[dict[str, Any]]:
-    """A row for each that trains."""
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as name:
-        folder, peers = Path(name), options.peers.resolve()
-        jobs: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-            ("titanite", partial(train_titanite, folder, seconds, 0)),
-            ("nanoGPT", partial(train_nanogpt, peers / "nanoGPT", folder, seconds)),
-            ("nanochat", partial(train_nanochat, peers / "nanochat", folder, seconds)),
-        ]
-        for seed in range(1, options.seeds):
-            jobs.append((f"titanite, seed {seed}", partial(train_titanite, folder, seconds, seed)))
-        for of, job in jobs:
-            try:
-                rows.append({"of": of, **job()})
-            except (OSError, subprocess.CalledProcessError, ImportError) as error:
-                rows.append({"of": of, "unmeasured": " ".join(str(error).split())[:80]})
-            print_row(rows[-1])
-    return rows
 
 
 if __name__ == "__main__":

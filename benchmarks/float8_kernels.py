@@ -9,10 +9,6 @@ per value of a tile, an upper bound, since no branch is followed. `load bits` is
 `bytes` are those that loads, stores and atomics of Triton's interpreter ask for, per value. A block of the 8B says
 which operators run, on which shapes. `fewest`: each input read once, twice if a scale needs the maxima of a whole row,
 column or tensor first, and each output written once. What torch computes is not counted, but for maxima of tensors.
-
-`fast` and `slow` are the noise of sums of K products of e5m2 and e4m3, in dB, if a sum keeps 14 bits as the tensor
-cores of Hopper do (DeepSeek-V3's report, 2024, section 3.5.2), and if it is also added to one in float32 after each 128
-products. The noise of the casts is about 25 dB.
 """
 
 import dataclasses
@@ -207,24 +203,6 @@ def count_bytes(call: Call) -> float:
     return total / x.numel()
 
 
-def accumulation_noise(k: int, fast: bool, outputs: int = 256) -> float:
-    """SQNR in dB of sums of `k` products of float8 values, summed as Hopper's tensor cores do, 32 at a time."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (
-        torch.randn(outputs, k, generator=generator).to(dtype) for dtype in (torch.float8_e5m2, torch.float8_e4m3fn)
-    )
-    products = a.double() * b.double()
-    sums, kept = torch.zeros(outputs, dtype=torch.float64), torch.zeros(outputs, dtype=torch.float64)
-    for i, group in enumerate(products.unflatten(1, (-1, 32)).unbind(1)):
-        terms = torch.cat((kept[:, None], group), dim=1)
-        step = 2.0 ** (terms.abs().amax(1, keepdim=True).clamp(min=1e-30).log2().floor() - 13)
-        kept = ((terms / step).trunc() * step).sum(1)
-        if not fast and i % 4 == 3:
-            sums, kept = (sums + kept).float().double(), torch.zeros_like(kept)
-    exact = products.sum(1)
-    return 20 * torch.log10(exact.norm() / (sums + kept - exact).norm()).item()
-
-
 def main() -> int:
     arguments = build_parser(__doc__ or "").parse_args()
     from tests.interpreter import TRITON, WithTriton
@@ -257,9 +235,6 @@ def main() -> int:
         print_row(rows[-1])
         bars.append((f"{recipe}: a block moves at most 1.10 of the fewest bytes", moved <= 1.10 * fewest))
     interpreter.pool.shutdown()
-    for k in (1024, 4096, 8192, 14336):
-        rows.append({"K": k} | {name: accumulation_noise(k, name == "fast") for name in ("fast", "slow")})
-        print_row(rows[-1])
     return finish(arguments, rows, bars)
 
 

@@ -10,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from benchmarks.first_run import parses
 from config import load_config, tomllib
 from data.loader import DataLoader
 from data.prepare import main as prepare
@@ -166,18 +165,3 @@ def test_own_text_of_any_kind_gives_settings_that_train_takes(tmp_path: Path, mo
     (tmp_path / "long.txt").write_text("日本語" * 100)
     prompts = [word for word in prepare_own_text(["long.txt"]) if "prompt" in word]
     assert prompts == [f"--validation.sample_prompt={'日本語' * 4}日"], "no more than 40 bytes, in whole characters"
-
-
-@pytest.mark.parametrize(
-    ("text", "right"),
-    [
-        ("import os\nx = [\n    1,\n]\nif x:\n    y = 2\nz = (1,", True),
-        ("import os\n\n\n\n\ndef f(x):\n    return (x", True),  # an unfinished statement is left out
-        ("import os\nx = 1\ny = (", False),  # too little is left
-        ("import os\ndef f(:\n    pass\n\n\nx = 1\n", False),
-        ("import os\nx = (\n" + "y = 1\n" * 20, False),  # not its last statement
-        ("", False),
-    ],
-)
-def test_what_counts_as_a_sample_that_parses(text: str, right: bool) -> None:
-    assert parses(text) == right
