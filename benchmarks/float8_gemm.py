@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.report import build_parser, finish, print_row
+from benchmarks.report import add_row, build_parser, finish
 from config import Float8, TitaniteError, load_config
 from float8.convert import build_linear
 from models import build_model, find_model
@@ -176,8 +176,7 @@ def main() -> int:
             times = measure(shape, tokens, rounds)
             row |= {f"{name} ms": time for name, time in times.items()}
             row |= {f"{name} speed-up": times["bf16"] / times[name] for name in RECIPES}
-        rows.append(row)
-        print_row(row)
+        add_row(arguments, rows, row)
     code = finish(arguments, rows, [])
     if arguments.matmuls:
         return code

@@ -24,7 +24,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.report import build_parser, finish, print_row
+from benchmarks.report import add_row, build_parser, finish
 from config import Float8
 from float8.convert import convert_to_float8
 from models.llama import FLAVORS
@@ -203,6 +203,27 @@ def count_bytes(call: Call) -> float:
     return total / x.numel()
 
 
+def measure_block(recipe: str, interpreter: Any) -> tuple[list[dict[str, Any]], float]:
+    """The rows of a block's casts and of the block; its bytes over the fewest."""
+    calls = block_calls(recipe)
+    rows: list[dict[str, Any]] = []
+    moved = fewest = 0.0
+    found: dict[Call, float] = {}
+    for call, size in calls:
+        if call not in found:
+            found[call] = interpreter(count_bytes, call)
+            layouts = "+".join(name for name in ("rows", "columns") if getattr(call, name))
+            cast = f"{call.source} {call.recipe} {layouts}"
+            rows.append({"cast": cast, "bytes": found[call], "fewest": call.fewest()})
+        moved += found[call] * size
+        fewest += call.fewest() * size
+    # Of torch: two that find the maximum of a tensor, or one that sets maxima of lines to 0.
+    launches = {"tensorwise": 3, "rowwise": 3, "blockwise": 1}[recipe] * len(calls)
+    row = {"block": recipe, "casts": len(calls), "kernels": launches, "bytes / token": moved / TOKENS}
+    rows.append(row | {"fewest / token": fewest / TOKENS, "ratio": moved / fewest})
+    return rows, moved / fewest
+
+
 def main() -> int:
     arguments = build_parser(__doc__ or "").parse_args()
     from tests.interpreter import TRITON, WithTriton
@@ -213,27 +234,15 @@ def main() -> int:
     bars: list[tuple[str, bool]] = []
     for kernel in kernels():
         row = inspect(kernel)
-        rows.append(row)
-        print_row(row)
+        add_row(arguments, rows, row)
         bars.append((f"{kernel.name}: no registers are spilled", row["spilled bytes"] == 0))
         bars.append((f"{kernel.name}: loads of 128 bits", row["load bits"] == 128))
     interpreter = WithTriton(interpret=True)
     for recipe in RECIPES:
-        calls = block_calls(recipe)
-        bytes_of = {call: interpreter(count_bytes, call) for call in dict.fromkeys(call for call, _ in calls)}
-        for call, found in bytes_of.items():
-            layouts = "+".join(name for name in ("rows", "columns") if getattr(call, name))
-            row = {"cast": f"{call.source} {call.recipe} {layouts}", "bytes": found, "fewest": call.fewest()}
-            rows.append(row)
-            print_row(rows[-1])
-        moved = sum(bytes_of[call] * size for call, size in calls)
-        fewest = sum(call.fewest() * size for call, size in calls)
-        # Of torch: two that find the maximum of a tensor, or one that sets maxima of lines to 0.
-        launches = {"tensorwise": 3, "rowwise": 3, "blockwise": 1}[recipe] * len(calls)
-        row = {"block": recipe, "casts": len(calls), "kernels": launches}
-        rows.append(row | {"bytes / token": moved / TOKENS, "fewest / token": fewest / TOKENS, "ratio": moved / fewest})
-        print_row(rows[-1])
-        bars.append((f"{recipe}: a block moves at most 1.10 of the fewest bytes", moved <= 1.10 * fewest))
+        found, ratio = measure_block(recipe, interpreter)
+        for row in found:
+            add_row(arguments, rows, row)
+        bars.append((f"{recipe}: a block moves at most 1.10 of the fewest bytes", ratio <= 1.10))
     interpreter.pool.shutdown()
     return finish(arguments, rows, bars)
 

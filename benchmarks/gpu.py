@@ -462,39 +462,36 @@ def shares(profiler: torch.profiler.profile, device: torch.device) -> dict[str, 
 
     The kernels that took longest are written to stderr.
     """
-    if device.type == "cpu":
-        return {}
     cuda = torch.autograd.DeviceType.CUDA
     # Without the ranges that compiler and optimizer name, which also come as events of the device.
-    kernels = [event for event in profiler.events() or [] if event.device_type == cuda and not event.is_user_annotation]
-    if not kernels:
+    events = [event for event in profiler.events() or [] if event.device_type == cuda and not event.is_user_annotation]
+    if device.type == "cpu" or not events:
         return {}
     times: dict[tuple[str, str], list[float]] = {}  # of each kernel, by kind and name
     backends = set()
-    for event in kernels:
+    end = busy = 0.0
+    for event in sorted(events, key=lambda event: event.time_range.start):
         kind = next(kind for kind, pattern in KERNELS if re.search(pattern, event.name, re.IGNORECASE))
         times.setdefault((kind, event.name), []).append(event.time_range.elapsed_us())
+        busy += max(0.0, event.time_range.end - max(end, event.time_range.start))  # kernels may overlap
+        end = max(end, event.time_range.end)
         if kind == "attention":
-            backends.add("cudnn" if "cudnn" in event.name else "flex" if "triton" in event.name else "flash")
-    span = max(e.time_range.end for e in kernels) - min(e.time_range.start for e in kernels)
-    busy = sum(end - begin for begin, end in merged((e.time_range.start, e.time_range.end) for e in kernels))
+            backends.add(attention_by(event.name))
+    span = end - min(event.time_range.start for event in events)
     for (kind, name), each in sorted(times.items(), key=lambda item: -sum(item[1]))[:40]:
         print(f"{sum(each) / 1e3:9.2f} ms {len(each):6} x {kind:9}  {name[:160]}", file=sys.stderr)  # into the log
-    row = dict.fromkeys([f"{kind} %" for kind, _ in KERNELS], 0.0)
+    row: dict[str, Any] = {"attention by": "+".join(sorted(backends))}
+    row |= dict.fromkeys([f"{kind} %" for kind, _ in KERNELS], 0.0)
     for (kind, _), each in times.items():
         row[f"{kind} %"] += 100 * sum(each) / span
-    return {"attention by": "+".join(sorted(backends))} | row | {"idle %": 100 * (1 - busy / span)}
+    return row | {"idle %": 100 * (1 - busy / span)}
 
 
-def merged(spans: Iterator[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Merge overlapping spans."""
-    begin = end = 0.0
-    for start, stop in sorted(spans):
-        if start > end:
-            yield begin, end
-            begin, end = start, stop
-        end = max(end, stop)
-    yield begin, end
+def attention_by(kernel: str) -> str:
+    """Whose attention a kernel is."""
+    if "cudnn" in kernel:
+        return "cudnn"
+    return "flex" if "triton" in kernel else "flash"
 
 
 def attainable(run: Run, peak: dict[str, Any]) -> float:

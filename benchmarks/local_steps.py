@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import build_parser, finish, prepare_once, print_row
+from benchmarks.report import add_row, build_parser, finish, prepare_once
 from config import load_config
 from storage.records import read_records
 from tools.plan_count import Case, count
@@ -48,14 +48,8 @@ def arguments(local_steps: int, outer: tuple[float, float], steps: int, folder: 
 def train_and_validate(local_steps: int, outer: tuple[float, float], steps: int) -> float:
     """Train, and return the validation loss after the last step, in nats."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={RANKS}",
-            "train.py",
-        ]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        command = [sys.executable, *torchrun, "train.py"]
         run = Path(folder) / "run"
         command += arguments(local_steps, outer, steps, str(run))
         result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -88,16 +82,10 @@ def main() -> int:
             "more than synchronous": round(loss - rows[0]["validation loss"], 4) if rows else 0.0,
             "bytes": round(bytes_per_step(local_steps) / bytes_per_step(0), 3),
         }
-        rows.append(row)
-        print_row(row)
-    return finish(options, rows, [] if options.quick else bars(rows))
-
-
-def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """(bar, whether it is met) for all bars."""
+        add_row(options, rows, row)
     cost = rows[-1]["more than synchronous"]
     text = f"{rows[-1]['local steps']} local steps cost {cost:+.3f} nats, at most {ACCEPTED_NATS}"
-    return [(text, cost <= ACCEPTED_NATS)]
+    return finish(options, rows, [(text, options.quick or cost <= ACCEPTED_NATS)])
 
 
 if __name__ == "__main__":

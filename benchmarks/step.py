@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import metrics
-from benchmarks.report import build_parser, finish, prepare_once, print_row, require_cpu
+from benchmarks.report import add_row, build_parser, finish, prepare_once, require_cpu
 from config import Config, load_config
 from models.init import init_weights
 from models.llama import FLAVORS
@@ -128,6 +128,35 @@ def peak_memory_gib(name: str, param_dtype: str) -> float:
     return float(output.splitlines()[-1])
 
 
+def measure_dtype(param_dtype: str, quick: bool) -> list[dict[str, Any]]:
+    """A row for train.py, and one for each peer."""
+    with tempfile.TemporaryDirectory() as outputs:
+        seconds = measure(param_dtype, 8 if quick else 40, Path(outputs))
+    training = _config(param_dtype, 1, Path()).training
+    tokens = training.local_batch_size * training.seq_len
+    ours = statistics.median(seconds["train.py"])
+    rows: list[dict[str, Any]] = []
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        row: dict[str, Any] = {"loop": name, "dtype": param_dtype, "step ms": 1000 * median}
+        row["tokens/s"] = tokens / median
+        row["tokens/s of train.py / its own"] = median / ours
+        row["peak GiB"] = None if quick else peak_memory_gib(name, param_dtype)
+        rows.append(row)
+    return rows
+
+
+def bars(ours: dict[str, Any], *others: dict[str, Any]) -> Iterator[tuple[str, bool]]:
+    """The bars of one dtype."""
+    for other in others:
+        name = f"{ours['dtype']}: train.py / {other['loop']}"
+        ratio = other["tokens/s of train.py / its own"]
+        yield f"{name} = {ratio:.3f} of the tokens/s, at least 1", ratio >= 1
+        if other["peak GiB"]:
+            memory = ours["peak GiB"] / other["peak GiB"]
+            yield f"{name} = {memory:.3f} of the memory, at most 1", memory <= 1
+
+
 def main() -> int:
     parser = build_parser("train.py's step against bare loops of the same model")
     parser.add_argument("--alone", nargs=2, metavar=("NAME", "DTYPE"), help="internal: run one contender, print GiB")
@@ -137,34 +166,14 @@ def main() -> int:
     if arguments.alone:
         run_alone(*arguments.alone)
         return 0
-
     rows: list[dict[str, Any]] = []
-    bars = []
+    asked: list[tuple[str, bool]] = []
     for param_dtype in ("float32",) if bfloat16_is_slow(torch.device("cpu")) else ("float32", "bfloat16"):
-        with tempfile.TemporaryDirectory() as outputs:
-            seconds = measure(param_dtype, 8 if arguments.quick else 40, Path(outputs))
-        medians = {name: statistics.median(times) for name, times in seconds.items()}
-        training = _config(param_dtype, 1, Path()).training
-        for name, median in medians.items():
-            row = {
-                "loop": name,
-                "dtype": param_dtype,
-                "step ms": 1000 * median,
-                "tokens/s": training.local_batch_size * training.seq_len / median,
-                "tokens/s of train.py / its own": median / medians["train.py"],
-                "peak GiB": None if arguments.quick else peak_memory_gib(name, param_dtype),
-            }
-            rows.append(row)
-            print_row(row)
-        ours, *others = rows[-1 - len(PEERS) :]
-        for other in others:
-            ratio = other["tokens/s of train.py / its own"]
-            name = f"{param_dtype}: train.py / {other['loop']}"
-            bars.append((f"{name} = {ratio:.3f} of the tokens/s, at least 1", ratio >= 1))
-            if other["peak GiB"]:
-                memory = ours["peak GiB"] / other["peak GiB"]
-                bars.append((f"{name} = {memory:.3f} of the memory, at most 1", memory <= 1))
-    return finish(arguments, rows, bars)
+        measured = measure_dtype(param_dtype, arguments.quick)
+        for row in measured:
+            add_row(arguments, rows, row)
+        asked += bars(*measured)
+    return finish(arguments, rows, asked)
 
 
 def _flavor() -> LlamaConfig:
