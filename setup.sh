@@ -23,7 +23,7 @@ up_to_date() {
 if up_to_date; then exit; fi
 if compgen -G '.venv/.installed-*' >/dev/null && ! works; then  # others may be using it, where it works
   .venv/bin/python -c 'import pip' || true  # says why, as where PYTHONHOME is set
-  echo "error: .venv does not work here: its Python, or pip, is gone or cannot be reached; rm -rf .venv to have it made anew" >&2
+  echo "error: .venv does not work here: its Python, or pip, is gone or cannot be reached; rm -rf .venv to build it again" >&2
   exit 1
 fi
 

@@ -127,7 +127,7 @@ def _unguided() -> Any:
 
 
 def measure(row: Row, device: torch.device, rehearse: bool) -> dict[str, Any]:
-    """Measure a row, compiled anew. An error becomes part of it."""
+    """Compile and measure a row. An error becomes part of it."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":

@@ -522,7 +522,7 @@ def use_template(tokenizer: Tokenizer, template: str, arguments: Sequence[str]) 
 
 
 def _in_jinja(text: str) -> str:
-    """A JSON value, or else a text, as Jinja spells it."""
+    """A JSON value, otherwise a text, as Jinja spells it."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -531,7 +531,7 @@ def _in_jinja(text: str) -> str:
 
 
 def transformers_version() -> str:
-    """Of the package that tokenises. Raises TitaniteError if it is missing."""
+    """The version of the package that tokenises. Raises TitaniteError if it is missing."""
     try:
         return version("transformers")
     except PackageNotFoundError:

@@ -30,7 +30,7 @@ MANY_EPOCHS = 10  # so many that a model learns the text by heart
 IGNORED = -100  # the label that torch's cross-entropy skips
 LOCATED_AHEAD = 1024  # samples; affects the cost, never the order
 READERS = 8  # threads that fetch and check blocks
-# Settings that may differ between nodes. Of the run's folders rank 0's count.
+# Settings that may differ between nodes. For the run's folder rank 0's settings count.
 OF_THE_NODE = ("data.cache_folder", "data.cache_gb", "run.folder", "run.outputs")
 
 
@@ -136,7 +136,7 @@ class DataLoader:
 
     @property
     def _total_tokens(self) -> int:
-        """Of the training data."""
+        """Tokens of the training data."""
         return sum(dataset.split("train").total_tokens for dataset in self._datasets)
 
     @property

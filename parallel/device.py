@@ -13,7 +13,7 @@ import torch
 from config import Config, recorded_config
 
 # Segments that grow leave fewer holes: an 8B that takes 132 of 139 GiB was measured with them. torch reads this when it
-# first allocates on a GPU, not when it is imported (2.11 to 2.14). Of the older names it reads the user's.
+# first allocates on a GPU, not when it is imported (2.11 to 2.14), by its older names too.
 ALLOCATOR_NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 if not any(name in os.environ for name in ALLOCATOR_NAMES):
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"

@@ -87,7 +87,7 @@ class Watchdog:
     def section(self, name: str, part: str = "") -> Iterator[None]:
         """What this rank does inside: data, forward/backward, optimizer, validation, sample, load or checkpoint.
 
-        Sections nest. Afterwards this rank is again where it was before, and its time there begins anew.
+        Sections nest. Afterwards this rank is again where it was before, and its time there starts again.
         """
         outer, outer_part = self.current, self.part
         self._go_to(name, part)

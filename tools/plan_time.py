@@ -73,7 +73,7 @@ DEVICES = MappingProxyType(
 )  # fmt: skip
 
 # Fitted, like the devices' shares, on the rows that benchmarks/plan.py marks.
-# Of the memory's share, what kernels with casts to float8 reach: those of the last two are guesses.
+# The part of the memory's share that kernels with casts to float8 reach; those of the last two are guesses.
 CAST_SHARES = {"tensorwise": 0.85, "rowwise": 0.58, "rowwise_with_gw_hp": 0.72, "blockwise": 0.58}
 MATMUL_SHOWS = 0.5  # of what a matmul reads and writes, not hidden by its operations
 NETWORK_SHARE = 0.75  # of a link's or the network's bandwidth, for a collective
@@ -170,7 +170,7 @@ def message_seconds(
 
 
 def bubble_share(config: Config, dims: ParallelDims) -> float:
-    """Of a step's work, the time in which a rank of the pipeline waits for others to begin or end theirs."""
+    """The time in which a rank of the pipeline waits for others, over that of a step's work."""
     if dims.pp == 1:
         return 0.0
     pieces = len(stages_of_rank(0, config.parallelism))

@@ -142,7 +142,7 @@ def test_a_branch_is_resumed_from_its_own_checkpoints(dataset: Path, tmp_path: P
     trunk.symlink_to(moved)
     assert prove(branch)[0].startswith("8 steps, 512 tokens")
     shutil.copytree(branch / "checkpoints", tmp_path / "bucket")
-    again = tmp_path / "again"  # made anew on another machine, with the same command line; its name is the path
+    again = tmp_path / "again"  # created again on another machine, with the same command line; its name is the path
     again.mkdir()
     (again / ".run_name").write_text((branch / ".run_name").read_text())
     words += [f"--checkpoint.folder={tmp_path / 'bucket'}", "--training.steps=9"]

@@ -194,7 +194,7 @@ def test_a_resume_names_the_datasets_that_begin_and_those_that_are_left(folders,
 
 @pytest.mark.parametrize("prefetch_steps", [0, 2])
 def test_a_step_that_could_not_be_recorded_comes_again(folders, prefetch_steps):
-    """Ctrl-C, say, while the ledger is written; else the state would be of another step than the batches."""
+    """Ctrl-C, say, while the ledger is written; otherwise the state would be of another step than the batches."""
     config = config_of(folders[:1], training__seq_len=7, data__prefetch_steps=prefetch_steps, data__mask_documents=True)
     loader, again = DataLoader(config, 0, 1), DataLoader(config, 0, 1)
     loader._ledger = Mock(step=Mock(side_effect=[None, KeyboardInterrupt, None, None]))

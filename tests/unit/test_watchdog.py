@@ -163,7 +163,7 @@ def test_the_first_who_knows_the_cause_writes_it(tmp_path: Path, capfd: pytest.C
 
 
 def hang(folder: Path, how: str) -> None:
-    """Of two ranks the second hangs, and the first waits for it in a collective."""
+    """The second of two ranks hangs, and the first waits for it in a collective."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # the test would not end what is only stopped
     rank = dist.get_rank()
     config = Config(comm=Comm(init_timeout_seconds=2))
