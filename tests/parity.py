@@ -177,6 +177,7 @@ class Batches:
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.step = 0
+        self.tokens_per_step = config.training.global_batch_size * config.training.seq_len
         self.check_ranks = self.check_run = self.check_place = mock.Mock()
         self.describe = self.open_ledger = self.close = mock.Mock()
         self.tokenizer = mock.Mock(byte_lengths=np.zeros(VOCAB))
@@ -199,7 +200,7 @@ class Batches:
 
     @property
     def tokens_seen(self) -> int:
-        return self.step * self.config.training.global_batch_size * self.config.training.seq_len
+        return self.step * self.tokens_per_step
 
     def state_dict(self) -> dict[str, int]:
         return {"step": self.step}
