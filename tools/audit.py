@@ -50,11 +50,14 @@ def samples(streams: Mapping[str, Stream], step: Step, first: int, count: int) -
 
 def checksums(streams: Mapping[str, Stream], step: Step) -> list[int]:
     """The checksum that each rank should have recorded for a step. Opens every window of the data once."""
-    shape, stop = step.shape, step.first + step.shape.samples
+    shape = step.shape
     sums = [0] * shape.dp_size
+    stop = step.first + shape.samples
     for number, first in enumerate(range(step.first, stop, shape.local_batch_size)):
-        rank, own = number % shape.dp_size, samples(streams, step, first, shape.local_batch_size)
-        sums[rank] = checksum((stream.read(start, seq_len)[0] for stream, start, seq_len in own), sums[rank])
+        rank = number % shape.dp_size
+        for stream, start, seq_len in samples(streams, step, first, shape.local_batch_size):
+            tokens, *_ = stream.read(start, seq_len)
+            sums[rank] = checksum([tokens], sums[rank])
     return sums
 
 
@@ -85,14 +88,18 @@ def trained_steps(run: Path) -> tuple[list[Step], int]:
         otherwise = f"all {len(recorded):,} were made void by a resume" if recorded else "is it a run folder?"
         raise TitaniteError(f"{run}: no step of data-parallel rank 0 is recorded; {otherwise}")
     ended: dict[str, int] = {}  # dataset → its tokens that the steps before have consumed
+    order = kept[0].place[:2]
     for number, step in enumerate(kept):
-        if (old := kept[0].place[:2]) != (new := step.place[:2]):
-            order = "data order than the next (seed, window_blocks)"
-            raise TitaniteError(f"{run}: step {number} has another {order}: {old}, {new}")
+        own_order = step.place[:2]
+        if own_order != order:
+            what = "data order than the next (seed, window_blocks)"
+            raise TitaniteError(f"{run}: step {number} has another {what}: {order}, {own_order}")
         begins = step.place.consumed
         for name in sorted(begins.keys() | ended.keys()):
-            if gap := begins.get(name, 0) - ended.get(name, 0):
-                what = f"{abs(gap):,} tokens of dataset {name} {'are missing' if gap > 0 else 'are repeated'}"
+            gap = begins.get(name, 0) - ended.get(name, 0)
+            if gap:
+                fault = "are missing" if gap > 0 else "are repeated"
+                what = f"{abs(gap):,} tokens of dataset {name} {fault}"
                 raise TitaniteError(f"{run}: {what} between step {number} and the next")
         ended = step.end.consumed
     return kept, len(recorded) - len(kept)
@@ -120,7 +127,8 @@ def _read_rank(run: Path, rank: int) -> tuple[list[Step], Place | None]:
         steps, last_began = read_ledger(run / "data" / f"rank-{rank:05}.jsonl")
     except (ValueError, KeyError, TypeError) as error:
         raise TitaniteError(f"{run}/data: not a ledger: {type(error).__name__} {error}") from None
-    if not (parent := read_parent(run)):
+    parent = read_parent(run)
+    if not parent:
         return steps, last_began
     if not (parent.folder / "config.toml").is_file():
         raise TitaniteError(f"{run}: its parent is not in {parent.folder}: put it, or a link to it, back there")
@@ -134,22 +142,34 @@ def prove(run: Path) -> list[str]:
     Raises TitaniteError naming the first step and rank that fails.
     """
     steps, void = trained_steps(run)
-    recorded, reached = _recorded(run, steps), _reached(run)
+    recorded = _recorded(run, steps)
+    reached = _reached(run)
     if len(steps) < reached:
         ledger = f"but rank 0's ledger ends with step {len(steps):,}"
         raise TitaniteError(f"{run}: step {reached:,} was trained, as exit.json says, {ledger}")
-    cut = len(steps) > reached and (recorded[: steps[-1].shape.dp_size, -1] < 0).any()  # killed before all began it
-    begun = [steps.pop()] if cut else []
-    if not steps:
-        raise TitaniteError(f"{run}: no step is recorded on all of its {begun[0].shape.dp_size} data-parallel ranks")
+    is_cut = len(steps) > reached and (recorded[: steps[-1].shape.dp_size, -1] < 0).any()
+    if is_cut:  # killed before all ranks began it
+        cut = steps.pop()
+        if not steps:
+            raise TitaniteError(f"{run}: no step is recorded on all of its {cut.shape.dp_size} data-parallel ranks")
     datasets, streams = open_datasets(run, steps)
     for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):
         own = recorded[: step.shape.dp_size, number - 1]
         if (own < 0).any():
             raise TitaniteError(f"{run}: rank {(own < 0).argmax()} has no record of step {number} that fits rank 0's")
-        if (wrong := own != checksums(streams, step)).any():
+        wrong = own != checksums(streams, step)
+        if wrong.any():
             raise TitaniteError(f"{run}: step {number}: rank {wrong.argmax()} was given other tokens than the data has")
-    end, ranks = steps[-1].end, [step.shape.dp_size for step in steps]
+    lines = _proof(steps, void, datasets)
+    if is_cut:
+        lines.append(f"step {len(steps) + 1} left out: some ranks had not begun it when the run ended")
+    return lines + _origins(run)
+
+
+def _proof(steps: Sequence[Step], void: int, datasets: Sequence[Dataset]) -> list[str]:
+    """What was proven of steps and datasets."""
+    end = steps[-1].end
+    ranks = [step.shape.dp_size for step in steps]
     sizes = f"{sorted(set(ranks))} data-parallel ranks"
     lines = [
         f"{len(steps):,} steps, {end.tokens:,} tokens, without gap or overlap, on {sizes}",
@@ -159,11 +179,18 @@ def prove(run: Path) -> list[str]:
         size = dataset.split("train").total_tokens
         epochs, rest = divmod(end.consumed.get(dataset.hash, 0), size)
         lines.append(f"{dataset.url}: each of its {size:,} tokens x {epochs}, and {rest:,} of epoch {epochs + 1}")
-    if begun:
-        lines.append(f"step {len(steps) + 1} left out: some ranks had not begun it when the run ended")
-    if parent := read_parent(run):
+    return lines
+
+
+def _origins(run: Path) -> list[str]:
+    """What else a reader of the proof should know: the run's parent, and steps without an update."""
+    lines = []
+    folders = [run]
+    parent = read_parent(run)
+    if parent:
         lines.append(f"the first {parent.step:,} steps are those of {parent.folder}, from which it branched")
-    for folder in (run, parent.folder) if parent else (run,):
+        folders.append(parent.folder)
+    for folder in folders:
         if (folder / "skipped.jsonl").is_file():
             lines.append(f"{folder}/skipped.jsonl lists steps that consumed their tokens without an update")
     return lines

@@ -200,6 +200,50 @@ def import_model(folder: Path, place: str) -> None:
     Tensors whose values follow from others or config.json are left out. The tokenizer's files, if any, are copied.
     Raises TitaniteError.
     """
+    check_importable(folder)
+    store, name = new_checkpoint(place)
+    weights = find_weights(folder)
+    family, flavor, raw = imported_flavor(folder, weights)
+    spec = MODELS[family]
+    assert spec.hf is not None
+    model = build_model(spec, flavor)
+    names = spec.hf.hf_names(flavor, weights.keys())
+    plan = plan_rows(typed_like_files(model, names, weights), PIECE_BYTES)
+    companions = read_companions(folder)
+    facts: dict[str, Any] = {
+        "step": 0,
+        "world_size": 1,
+        "identity": {"name": family, **dataclasses.asdict(flavor)},
+        "dataloader": {},
+        "imported": {"max_position_embeddings": 2048, **raw},
+        "companions": {file: sha256(content) for file, content in companions.items()},
+    }
+    if GENERATION in companions:
+        facts["generation_config"] = json_object(companions[GENERATION], f"{folder}/{GENERATION}")
+
+    def read(item: WriteItem) -> Tensor:
+        assert item.tensor_data is not None
+        chunk = item.tensor_data.chunk
+        rows = slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
+        bar.update()
+        return read_rows(weights, names[item.index.fqn.removeprefix("model.")], rows)
+
+    try:
+        with tqdm(total=sum(map(len, plan.files)), desc="import", disable=None, leave=False) as bar:
+            written = write_items(store, name, 0, plan.files, read)
+        for companion, content in companions.items():
+            store.put(f"{name}/{companion}", content)
+        commit(store, name, plan.metadata, [written], facts)
+        load_place(place, lambda opened: compare_logits(folder, opened, model))
+    except BaseException:
+        with suppress(CheckpointError, StoreError):  # the first error says more
+            store.remove([f"{name}/{MANIFEST}", *store.sizes(name)])
+        raise
+    logger.info(how_to_start(place, family, flavor))
+
+
+def check_importable(folder: Path) -> None:
+    """Raise CheckpointError if a folder holds no whole model; say what is not taken along."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; `hf download OWNER/NAME --local-dir FOLDER` gets one")
     if (folder / "adapter_config.json").is_file():
@@ -208,10 +252,16 @@ def import_model(folder: Path, place: str) -> None:
     if (folder / "tokenizer.model").is_file() and not (folder / TOKENIZER).is_file():
         way = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes that"
         logger.info(f"{folder}: tokenizer.model is not taken along, since only {TOKENIZER} is read; {way}")
-    store, name = new_checkpoint(place)
-    weights = find_weights(folder)
+
+
+def imported_flavor(folder: Path, weights: Mapping[str, Path]) -> tuple[str, Any, dict[str, Any]]:
+    """(name of the model, its flavor, config.json) of a Hugging Face folder. Raises TitaniteError.
+
+    config.json says what is true: without tied embeddings, if the file has another output than the embedding.
+    """
+    path = folder / "config.json"
     with file_errors():
-        raw = json_object((folder / "config.json").read_bytes(), f"{folder}/config.json")
+        raw = json_object(path.read_bytes(), str(path))
     by_type = {spec.hf.MODEL_TYPE: (name, spec.hf) for name, spec in MODELS.items() if spec.hf}
     try:
         if raw.get("model_type") not in by_type:
@@ -226,45 +276,28 @@ def import_model(folder: Path, place: str) -> None:
                 adapter.check_frequencies(values, flavor)
             elif not torch.equal(values, read_rows(weights, names["tok_embeddings.weight"]).float()):
                 logger.info(f"{left_out} is not the embedding, so it is imported, although config.json ties them")
-                flavor = adapter.from_hf_config(raw := raw | {"tie_word_embeddings": False})
+                raw = raw | {"tie_word_embeddings": False}
+                flavor = adapter.from_hf_config(raw)
     except (ValueError, KeyError, TypeError) as error:
         reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(f"{folder / 'config.json'}: {reason}") from None
-    model, typed = build_model(MODELS[family], flavor), dict[str, Tensor]()
-    names = adapter.hf_names(flavor, weights.keys())
+        raise CheckpointError(f"{path}: {reason}") from None
+    return family, flavor, raw
+
+
+def typed_like_files(model: nn.Module, names: Mapping[str, str], weights: Mapping[str, Path]) -> dict[str, Tensor]:
+    """The model's weights, on the meta device, in the types of the files. Raises CheckpointError for other shapes."""
+    typed = dict[str, Tensor]()
     for ours, weight in model.named_parameters():
-        with open_weights(file := weights[names[ours]]) as tensors:
-            kind, shape = (part := tensors.get_slice(names[ours])).get_dtype(), part.get_shape()
+        file = weights[names[ours]]
+        with open_weights(file) as tensors:
+            part = tensors.get_slice(names[ours])
+            kind = part.get_dtype()
+            shape = part.get_shape()
         if kind not in DTYPES or shape != list(weight.shape):
             wanted = f"{list(weight.shape)} by config.json, in {', '.join(DTYPES)}"
             raise CheckpointError(f"{file}: {names[ours]} has shape {shape} in {kind}, must be {wanted}")
         typed[ours] = weight.detach().to(DTYPES[kind])
-
-    def read(item: WriteItem) -> Tensor:
-        assert item.tensor_data is not None
-        hf_name, chunk = names[item.index.fqn.removeprefix("model.")], item.tensor_data.chunk
-        bar.update()
-        return read_rows(weights, hf_name, slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]))
-
-    identity, imported = {"name": family, **dataclasses.asdict(flavor)}, {"max_position_embeddings": 2048, **raw}
-    facts: dict[str, Any] = {"step": 0, "world_size": 1, "identity": identity, "dataloader": {}, "imported": imported}
-    companions = read_companions(folder)
-    if GENERATION in companions:
-        facts["generation_config"] = json_object(companions[GENERATION], f"{folder}/{GENERATION}")
-    facts["companions"] = {file: sha256(content) for file, content in companions.items()}
-    try:
-        plan = plan_rows(typed, PIECE_BYTES)
-        with tqdm(total=sum(map(len, plan.files)), desc="import", disable=None, leave=False) as bar:
-            written = write_items(store, name, 0, plan.files, read)
-        for companion, content in companions.items():
-            store.put(f"{name}/{companion}", content)
-        commit(store, name, plan.metadata, [written], facts)
-        load_place(place, lambda opened: compare_logits(folder, opened, model))
-    except BaseException:
-        with suppress(CheckpointError, StoreError):  # the first error says more
-            store.remove([f"{name}/{MANIFEST}", *store.sizes(name)])
-        raise
-    logger.info(how_to_start(place, family, flavor))
+    return typed
 
 
 def how_to_start(place: str, family: str, flavor: Any) -> str:
