@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -128,34 +128,108 @@ def dry_run(case: Case, point: Point) -> DryRun:
     torch._logging.set_logs(dynamo=50)
     torch.compiler.reset()  # otherwise sizes that the parent compiled for are dynamic here
     check(case.config, case.world_size)
-    (n_layers, microbatches), rank = point, case.stage * case.world_size // case.dims.pp
-    tally = Tally()
-    weights = optimizer = 0
-    before: list[list[int]] = []
-    states: Any = {}
+    n_layers, microbatches = point
+    step = CountedStep(microbatches)
+    with (
+        warnings.catch_warnings(),
+        tempfile.TemporaryDirectory() as folder,
+        _replaced(_stand_ins_of_torch(step.tally)),
+        _replaced(_stand_ins_of_the_run(case, step, folder)),
+        step.modes,
+    ):
+        warnings.simplefilter("ignore")
+        register_optimizer_step_pre_hook(step.begin_update)
+        train.train(_one_step(case, n_layers, microbatches, folder), after_step=step.end)
+    tally = step.tally
+    return DryRun(
+        tally.sent,
+        dict(tally.matmuls),
+        tally.attention,
+        dict(tally.moved),
+        step.weights,
+        step.optimizer,
+        step.before,
+        updating=max(map(max, tally.memory)),
+        on_host=case.config.parallelism.cpu_offload,
+    )
 
-    def start_fake_ranks(*_: Any) -> torch.device:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.world_size)
-        return torch.device("cpu")
 
-    def begin_fake_tensors(model: nn.Module, *args: Any) -> None:
-        nonlocal weights
-        if not weights:
-            modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-            modes.enter_context(tally.counting())
-        init_weights(model, *args)
-        weights = tally.live
+class CountedStep:
+    """A step of train.py under a tally. The loop calls its methods where a part of the step begins or ends."""
 
-    def begin_update(stepping: torch.optim.Optimizer, *_: Any) -> None:
-        nonlocal before, states
-        before, tally.memory, tally.part, states = tally.memory, [[tally.live]], "update", stepping.state
-        before[-1] = [max(before[-1])]  # clipping, weight after weight, has no one place where layers are added
+    def __init__(self, microbatches: int):
+        self.microbatches = microbatches
+        self.tally = Tally()
+        self.modes = contextlib.ExitStack()  # fake tensors and the tally, once there is a model
+        self.weights = 0  # bytes
+        self.optimizer = 0  # bytes
+        self.before: list[list[int]] = []  # the tally's memory up to the update
+        self._states: Any = {}
+        self._init_weights = train.init_weights
 
-    def end_of_step(step: int) -> None:
-        nonlocal optimizer
-        kept = [x for state in states.values() for x in state.values() if isinstance(x, Tensor)]
-        parts = (x.to_local() if isinstance(x, DTensor) else x for x in kept)
-        optimizer = sum(x.untyped_storage().nbytes() for x in parts)
+    def init_weights(self, model: nn.Module, *args: Any) -> None:
+        """In place of `train.init_weights`: from here on tensors are fake, and counted."""
+        if not self.weights:
+            self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            self.modes.enter_context(self.tally.counting())
+        self._init_weights(model, *args)
+        self.weights = self.tally.live
+
+    def load_zeros(self, config: Config, *_: Any, **__: Any) -> Any:
+        """In place of `DataLoader`: one whose batches are zeros."""
+        shape = config.training.local_batch_size, config.training.seq_len
+
+        def next_step() -> list[Batch]:
+            self.tally.begin_step()
+            tokens, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
+            batch = Batch(tokens, labels, positions if config.data.mask_documents else None)
+            return [batch] * self.microbatches
+
+        return mock.Mock(
+            next_step=next_step,
+            settle=lambda config: config,
+            vocab_size=min(config.model.vocab_size or DEFAULT_VOCAB_SIZE, DEFAULT_VOCAB_SIZE),
+            tokens_per_step=config.training.global_batch_size * config.training.seq_len,
+            tokens_seen=0,
+            wait_seconds=0.0,
+        )
+
+    def begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """What is counted from here on belongs to the optimizer."""
+        self.before = self.tally.memory
+        # Clipping, weight after weight, has no one place where layers are added.
+        self.before[-1] = [max(self.before[-1])]
+        self.tally.memory = [[self.tally.live]]
+        self.tally.part = "update"
+        self._states = optimizer.state
+
+    def end(self, step: int) -> None:
+        """Measure the optimizer's states."""
+        for state in self._states.values():
+            for x in state.values():
+                if isinstance(x, Tensor):
+                    own = x.to_local() if isinstance(x, DTensor) else x
+                    self.optimizer += own.untyped_storage().nbytes()
+
+
+StandIn = tuple[Any, str, Any]  # whose attribute, its name, what takes its place
+
+
+@contextlib.contextmanager
+def _replaced(stand_ins: Sequence[StandIn]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for owner, name, stand_in in stand_ins:
+            # Of PipelineStage those that only some versions of torch have.
+            stack.enter_context(mock.patch.object(owner, name, stand_in, create=owner is PipelineStage))
+        yield
+
+
+def _stand_ins_of_torch(tally: Tally) -> list[StandIn]:
+    """What torch does with other ranks, with values, and with a GPU's kernels."""
+    attention = F.scaled_dot_product_attention
+    # DTensor propagates global shapes by fake tensors that no rank holds: not to be counted.
+    propagate = _disable_current_modes()(ShardingPropagator._propagate_tensor_meta_non_cached)
+    vote = mock.Mock(item=lambda: 1)  # of the stages of a pipeline, on whether all know their shapes; ours do
 
     def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """A GPU's kernels get a mask in blocks, and leave out what it hides: about half, as if it were causal."""
@@ -163,65 +237,50 @@ def dry_run(case: Case, point: Point) -> DryRun:
             return attention(q, k, v, **kwargs | {"is_causal": True})
         return attention(q, k, v, attn_mask, **kwargs)
 
-    def load_zeros(config: Config, *_: Any, **__: Any) -> Any:
-        """A stand-in for the data loader."""
-        shape = config.training.local_batch_size, config.training.seq_len
+    return [
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate),
+        (registry, "_COMPILER_FNS", {**registry._COMPILER_FNS, "aot_eager": tally.backend}),
+        (F, "scaled_dot_product_attention", attend),
+        (dist, "new_group", mock.Mock(return_value=None)),  # gloo's and the watchdog's, which nothing here uses
+        (PipelineStage, "_warmup_forward_vote", mock.Mock()),
+        (PipelineStage, "_warmup_backward_result", mock.Mock(return_value=vote)),
+    ]
 
-        def next_step() -> list[Batch]:
-            tally.begin_step()
-            tokens, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
-            return [Batch(tokens, labels, positions if config.data.mask_documents else None)] * microbatches
 
-        tokens = config.training.global_batch_size * config.training.seq_len
-        words = min(config.model.vocab_size or DEFAULT_VOCAB_SIZE, DEFAULT_VOCAB_SIZE)
-        figures = {"vocab_size": words, "tokens_per_step": tokens, "tokens_seen": 0, "wait_seconds": 0.0}
-        return mock.Mock(next_step=next_step, settle=lambda config: config, **figures)
-
-    init_weights, build_loss, attention = train.init_weights, train.build_loss, F.scaled_dot_product_attention
-    # DTensor propagates global shapes by fake tensors that no rank holds: not to be counted.
-    propagate = _disable_current_modes()(ShardingPropagator._propagate_tensor_meta_non_cached)
-    vote = mock.Mock(item=lambda: 1)  # of the stages of a pipeline, on whether all know their shapes; ours do
+def _stand_ins_of_the_run(case: Case, step: CountedStep, folder: str) -> list[StandIn]:
+    """What a run does outside its steps: its start, data and checkpoints, and what it asks of other ranks."""
+    rank = case.stage * case.world_size // case.dims.pp
+    build_loss = train.build_loss
     no_stop = contextlib.nullcontext(mock.Mock(agreed=lambda: False, asked_by=""))
-    with (
-        warnings.catch_warnings(),
-        mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate),
-        mock.patch.dict(registry._COMPILER_FNS, aot_eager=tally.backend),
-        mock.patch.object(F, "scaled_dot_product_attention", attend),
-        mock.patch.object(dist, "new_group", return_value=None),
-        mock.patch.object(failures, "from_rank_0", return_value=[]),  # no steps to skip
-        mock.patch.object(PipelineStage, "_warmup_forward_vote", create=True),
-        mock.patch.object(PipelineStage, "_warmup_backward_result", return_value=vote, create=True),
-        mock.patch.object(metrics.MetricsLogger, "check_finite"),  # fake tensors have no values
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.multiple(
-            train,
-            launch_environment=lambda: LaunchEnvironment(rank, 0, case.world_size),
-            check_start=lambda *_: None,
-            init_weights=begin_fake_tensors,
-            build_loss=(lambda _, *rest: build_loss(Compile(), *rest)) if case.eager_loss else build_loss,
-            DataLoader=load_zeros,
-            CheckpointManager=lambda *_, **__: mock.Mock(load=lambda: 0),
-        ),
-        mock.patch.multiple(
-            run.run,
-            init_distributed=start_fake_ranks,
-            from_rank_0=lambda start: (Path(folder), mock.Mock(), {}),  # a name, a start, and no settings changed
-            StopRequest=lambda *_: no_stop,
-            Watchdog=lambda *_, **__: mock.MagicMock(enter=lambda *_, **__: None),  # a hook may not return anything
-        ),
-        contextlib.ExitStack() as modes,
-    ):
-        warnings.simplefilter("ignore")
-        register_optimizer_step_pre_hook(begin_update)
-        train.train(_one_step(case, n_layers, microbatches, folder), after_step=end_of_step)
-    on_host, updating = case.config.parallelism.cpu_offload, max(map(max, tally.memory))
-    matmuls, moved = dict(tally.matmuls), dict(tally.moved)
-    return DryRun(tally.sent, matmuls, tally.attention, moved, weights, optimizer, before, updating, on_host)
+
+    def start_fake_ranks(*_: Any) -> torch.device:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.world_size)
+        return torch.device("cpu")
+
+    def build_eager_loss(_: Compile, *rest: Any) -> Any:
+        return build_loss(Compile(), *rest)
+
+    return [
+        (train, "launch_environment", lambda: LaunchEnvironment(rank, 0, case.world_size)),
+        (train, "check_start", lambda *_: None),  # it asks for data and a device; `check` has done the rest
+        (train, "init_weights", step.init_weights),
+        (train, "build_loss", build_eager_loss if case.eager_loss else build_loss),
+        (train, "DataLoader", step.load_zeros),
+        (train, "CheckpointManager", lambda *_, **__: mock.Mock(load=lambda: 0)),
+        (run.run, "init_distributed", start_fake_ranks),
+        (run.run, "from_rank_0", lambda _: (Path(folder), mock.Mock(), {})),  # a start, and no settings changed
+        (run.run, "StopRequest", lambda *_: no_stop),
+        # A hook of the watchdog may not return anything.
+        (run.run, "Watchdog", lambda *_, **__: mock.MagicMock(enter=lambda *_, **__: None)),
+        (failures, "from_rank_0", lambda _: []),  # no steps to skip
+        (metrics.MetricsLogger, "check_finite", mock.MagicMock()),  # fake tensors have no values
+    ]
 
 
 def _one_step(case: Case, n_layers: int, microbatches: int, folder: str) -> Config:
     """The case's config for one silent step of this size that neither reads nor writes anything of the user's."""
-    config, sequences = case.config, microbatches * case.config.training.local_batch_size * case.dims.dp
+    config = case.config
+    sequences = microbatches * config.training.local_batch_size * case.dims.dp
     asked = config.training.param_dtype
     dtype: Literal["bfloat16", "float32"] = "bfloat16" if asked == "auto" else asked  # which would ask this machine
     return replace(
@@ -261,28 +320,48 @@ def count(cases: Sequence[Case], sure: bool = True) -> list[DryRun]:
 
 def points(case: Case, sure: bool) -> list[Point]:
     """The numbers of layers and microbatches to count: two of each, or all there are, and a third of layers."""
-    (layers, microbatches), step, parallelism = case.goal, _period(case), case.config.parallelism
+    layers, microbatches = case.goal
+    step = _period(case)
+    parallelism = case.config.parallelism
     least = 2 * step if parallelism.pp > 1 else 2 * step + 1 + parallelism.prefetch_layers
     first = least + (layers - least) % step
     few = [first, first + step, first + 2 * step] if first + 2 * step < layers else [layers]
     batches = FEW_MICROBATCHES if microbatches > FEW_MICROBATCHES[-1] else (microbatches,)
-    return [*itertools.product(few[:2], batches), *((n, batches[0]) for n in few[2:] if sure)]
+    found = list(itertools.product(few[:2], batches))
+    if sure and len(few) > 2:
+        found.append((few[2], batches[0]))
+    return found
 
 
 def _period(case: Case) -> int:
     """After how many layers a model, its checkpointing and its pipeline repeat. As many as there are if they do not."""
-    config, dims = case.config, case.dims
+    config = case.config
+    dims = case.dims
     spec, flavor = find_model(config.model, DEFAULT_VOCAB_SIZE)
     model = build_model(spec, flavor)
     if config.float8.enable:
         convert_to_float8(model, config.float8, dims.tp, dims.shards)
-    containers = (module for module in model.modules() if isinstance(module, nn.ModuleDict | nn.ModuleList))
-    layers = next((list(module.children()) for module in containers if len(module) == flavor.n_layers), [])
-    kinds = [repr(layer) + str([tuple(weight.shape) for weight in layer.parameters()]) for layer in layers]
-    period = next((n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n]), flavor.n_layers)
-    checkpointing = config.activation_checkpoint
+    period = _period_of_layers(model, flavor.n_layers)
     stages = dims.pp * len(stages_of_rank(0, config.parallelism)) if dims.pp > 1 else 1
-    return math.lcm(period, 1 if checkpointing.mode == "none" else checkpointing.every_n_layers) * stages
+    checkpointing = config.activation_checkpoint
+    if checkpointing.mode != "none":
+        period = math.lcm(period, checkpointing.every_n_layers)
+    return period * stages
+
+
+def _period_of_layers(model: nn.Module, n_layers: int) -> int:
+    """After how many layers of a model the same come again."""
+    kinds = []
+    for module in model.modules():
+        if isinstance(module, nn.ModuleDict | nn.ModuleList) and len(module) == n_layers:
+            for layer in module.children():
+                shapes = [tuple(weight.shape) for weight in layer.parameters()]
+                kinds.append(f"{layer} {shapes}")
+            break
+    for period in range(1, len(kinds)):
+        if kinds[period:] == kinds[:-period]:
+            return period
+    return n_layers
 
 
 def extend(counts: dict[Point, DryRun], end: Point) -> DryRun | None:
