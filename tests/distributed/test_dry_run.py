@@ -50,13 +50,6 @@ def broken_step() -> Any:
         return step("debug", 2)
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "message"),
-    [
-        (broken_step, (), "a broken step"),
-        (step, ("debug", 2, "--parallelism.tp=3"), "must multiply to the world size"),
-    ],
-)
-def test_what_a_run_would_fail_on_fails_here(function: Any, arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(AssertionError, match=message):
-        run_ranks(1, function, *arguments, start_group=False)
+def test_what_a_run_would_fail_on_fails_here() -> None:
+    with pytest.raises(AssertionError, match="a broken step"):
+        run_ranks(1, broken_step, start_group=False)

@@ -106,11 +106,8 @@ NO_RECORD = "rank 1 has no record of step 1 that fits rank 0's"
     [
         (0, lambda lines: lines[:2] + lines[3:], r"are missing between step 1 and"),
         (1, lambda lines: lines[:2] + lines[3:], r"rank 1: the step from sample 32 on"),
-        (1, replaced(r'"crc32": \d+', '"crc32": 1'), "step 1: rank 1 was given other tokens than"),
         (3, replaced(r'"crc32": \d+', '"crc32": 1'), "step 1: rank 3 was given other tokens than"),
-        (0, replaced('"seed": 0', '"seed": 1'), NO_RECORD),
         (1, replaced('"seed": 0', '"seed": 1'), NO_RECORD),
-        (1, replaced('"window_blocks": 3', '"window_blocks": 4'), NO_RECORD),
         (
             1,
             replaced('"local_batch_size": 2, "accumulation": 2', '"local_batch_size": 4, "accumulation": 1'),
@@ -340,9 +337,7 @@ def test_the_documents_of_a_step_are_those_of_its_batch(run, capsys):
     [
         (["--steps=99"], "--steps 99:100: the run has steps 1 to 12"),
         (["--steps=12:14"], "--steps 12:14: the run has steps 1 to 12"),
-        (["--steps=5:3"], "--steps: 5:3: must be N or FIRST:STOP, counted from 1"),
         (["--steps=0"], "--steps: 0: must be N or FIRST:STOP, counted from 1"),
-        (["--steps=two"], "--steps: two: must be N or FIRST:STOP, counted from 1"),
         (["--prove", "--run=nothing"], "is it a run folder?"),
     ],
 )
