@@ -25,28 +25,29 @@ Charts = dict[str, dict[str, list[Any]]]  # field of metrics.jsonl → columns A
 
 def write_page(runs: Sequence[Path], output: Path) -> None:
     """Write the page that compares these runs, without those that have logged no step. Raises TitaniteError."""
-    read = {folder.resolve(): read_run(folder) for folder in runs}
-    for folder in [folder for folder, (charts, _) in read.items() if not charts]:
-        print(f"{folder}: left out, no step was logged there")
-        del read[folder]
-    if not read:
+    charts: dict[Path, Charts] = {}
+    settings = []
+    for folder in dict.fromkeys(folder.resolve() for folder in runs):
+        own_charts, own_settings = read_run(folder)
+        if own_charts:
+            charts[folder] = own_charts
+            settings.append(own_settings)
+        else:
+            print(f"{folder}: left out, no step was logged there")
+    if not charts:
         raise TitaniteError("no run to compare")
-    names = name_runs(list(read))
-    charts, settings = zip(*read.values(), strict=True)
-    found = sorted(dict.fromkeys(chain.from_iterable(charts)), key=lambda field: not is_loss(field))  # losses first
-    data = {
-        "runs": [
-            {"name": name, "summary": summarize(own, found), "charts": {field: _thinned(own[field]) for field in own}}
-            for name, own in zip(names, charts, strict=True)
-        ],
-        "charts": found,
-        "settings": differing_settings(settings),
-    }
+    fields = dict.fromkeys(chain.from_iterable(charts.values()))
+    found = sorted(fields, key=lambda field: not is_loss(field))  # losses first
+    shown = []
+    for name, own in zip(name_runs(list(charts)), charts.values(), strict=True):
+        thinned = {field: _thinned(table) for field, table in own.items()}
+        shown.append({"name": name, "summary": summarize(own, found), "charts": thinned})
+    data = {"runs": shown, "charts": found, "settings": differing_settings(settings)}
     template = Path(__file__).with_name("compare.html").read_text(encoding="utf-8")
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # cannot end the script
     with file_errors(output):
         output.write_text(template.replace('"DATA"', text), encoding="utf-8")
-    print(f"{output}: open it in a browser; runs compared: {len(read)}")
+    print(f"{output}: open it in a browser; runs compared: {len(charts)}")
 
 
 def read_run(folder: Path) -> tuple[Charts, dict[str, list[Any]]]:
@@ -77,7 +78,8 @@ def read_charts(folder: Path) -> Charts:
     Hours are step times added up: each row times the `interval_steps` before it. Raises ValueError, KeyError or
     TypeError for rows that no run wrote.
     """
-    rows, last = list[dict[str, Any]](), 0
+    rows: list[dict[str, Any]] = []
+    last = 0
     for row in read_records(folder / "metrics.jsonl"):
         if row["loss"] is not None or row.get("skipped"):  # no validation
             if row["step"] <= last:  # a new start or a rollback went back to an earlier step
@@ -98,10 +100,18 @@ def read_charts(folder: Path) -> Charts:
 
 def differing_settings(runs: Sequence[Mapping[str, list[Any]]]) -> list[list[str]]:
     """A row for each setting that differs between the runs, or the starts of one: its key, then its values by run."""
-    keys = dict.fromkeys(key for run in runs for key in run if key != "run.folder")
-    texts = {key: [groupby(map(json.dumps, run.get(key, []))) for run in runs] for key in keys}
-    shown = {key: [" → ".join(text for text, _ in own) or "–" for own in by_run] for key, by_run in texts.items()}
-    return [[key, *values] for key, values in shown.items() if len(set(values)) > 1 or "→" in values[0]]
+    rows = []
+    for key in dict.fromkeys(chain.from_iterable(runs)):
+        texts = [_changes(run.get(key, [])) for run in runs]
+        if key != "run.folder" and (len(set(texts)) > 1 or "→" in texts[0]):
+            rows.append([key, *texts])
+    return rows
+
+
+def _changes(values: Sequence[Any]) -> str:
+    """The values of a setting in a run, start by start, without repeats."""
+    texts = [text for text, _ in groupby(map(json.dumps, values))]
+    return " → ".join(texts) or "–"
 
 
 def summarize(charts: Charts, found: Sequence[str]) -> list[float | None]:
@@ -122,8 +132,10 @@ def is_loss(field: str) -> bool:
 
 def _thinned(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """At most MAX_POINTS rows, evenly spaced, with the last one."""
-    stride = -(-(n := len(table["value"])) // MAX_POINTS)
-    return {name: values[(n - 1) % stride :: stride] for name, values in table.items()}
+    rows = len(table["value"])
+    stride = math.ceil(rows / MAX_POINTS)
+    first = (rows - 1) % stride
+    return {name: values[first::stride] for name, values in table.items()}
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:

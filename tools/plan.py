@@ -122,24 +122,30 @@ def sweep(config: Config, world_size: int, cluster: Cluster) -> list[dict[str, A
             with contextlib.suppress(ConfigError):  # the world, the batch or the model does not divide so
                 check(tried, world_size)
                 possible.append(tried)
-        plans = zip(plan(possible, world_size, cluster, counter=partial(count, sure=False)), possible, strict=True)
-        return sorted((both for both in plans if both[0]["fits"]), key=lambda x: -x[0]["speed"]["tokens_per_second"])
+        plans = plan(possible, world_size, cluster, counter=partial(count, sure=False))
+        fitting = [(found, tried) for found, tried in zip(plans, possible, strict=True) if found["fits"]]
+        return sorted(fitting, key=lambda pair: -pair[0]["speed"]["tokens_per_second"])
 
-    degrees, layouts = [1, 2, 4, 8], []
+    layouts = []
+    degrees = [1, 2, 4, 8]
     context = degrees if config.training.seq_len >= 2**15 else [config.parallelism.cp]
     for tp, pp, cp in itertools.product(degrees, degrees, context):
-        for replicas in sorted({config.parallelism.dp_replicate, max(1, world_size // (cluster.gpus_per_node * pp))}):
+        nodes = max(1, world_size // (cluster.gpus_per_node * pp))
+        for replicas in sorted({config.parallelism.dp_replicate, nodes}):
             layout = replace(config.parallelism, tp=tp, pp=pp, cp=cp, dp_replicate=replicas, dp_shard=-1)
             layouts.append(vary(layout, "full", layout.pp_microbatch_size * pp if pp > 1 else 1))
     best = [tried for _, tried in rank(layouts)[:BEST_LAYOUTS]]
-    further = itertools.product(best, ("none", "selective", "full"), (1, 2, 4))
-    others = [vary(tried.parallelism, mode, times * tried.training.local_batch_size) for tried, mode, times in further]
+    others = []
+    for tried, mode, times in itertools.product(best, ("none", "selective", "full"), (1, 2, 4)):
+        others.append(vary(tried.parallelism, mode, times * tried.training.local_batch_size))
     return [found for found, _ in rank(others)]
 
 
 def plan_text(found: Mapping[str, Any]) -> str:
     """A plan as text."""
-    held, speed, run = found["memory_gib"], found["speed"], found["run"]
+    held = found["memory_gib"]
+    speed = found["speed"]
+    run = found["run"]
     memory = [f"  {cause:<14}{held[cause]:>9.2f}" for cause in ("weights", "optimizer", "peak", "reserved")]
     traffic = [
         f"  {axis:<14}{kind:<16}{calls:>7} calls {size / GIB:>10.3f} GiB"
@@ -200,11 +206,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster, dic
     parser.add_argument("--sweep", action="store_true", help="rank the layouts that fit")
     options, rest = parser.parse_known_args(argv)
     for name in ("world_size", "gpus_per_node", "bandwidth", "mttf_hours", "storage_bandwidth"):
-        if (value := getattr(options, name)) is not None and not 0 < value < math.inf:
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} = {value}: must be above 0")
     own = {f"--model.{field.name}" for field in fields(Model)}
     changes = [word for word in rest if word.startswith("--model.") and word.partition("=")[0] not in own]
-    device, config = DEVICES[options.device], load_config([word for word in rest if word not in changes])
+    device = DEVICES[options.device]
+    config = load_config([word for word in rest if word not in changes])
     if config.float8.enable and device.float8_flops is None and not config.float8.emulate:
         raise ConfigError(f"float8.enable = true: {options.device} has no float8 matmul")
     bandwidth = 1e9 * options.bandwidth if options.bandwidth else device.network_bandwidth
@@ -238,8 +246,9 @@ def main(argv: Sequence[str]) -> None:
     elif not options.sweep:
         print(plan_text(plans[0]))
     else:
-        what = "{layout}, {mode}, local_batch_size {local_batch_size}"
-        print(*(f"{_rates(x)}  {x['memory_gib']['reserved']:.1f} GiB  {what.format(**x)}" for x in plans), sep="\n")
+        for found in plans:
+            what = f"{found['layout']}, {found['mode']}, local_batch_size {found['local_batch_size']}"
+            print(f"{_rates(found)}  {found['memory_gib']['reserved']:.1f} GiB  {what}")
 
 
 if __name__ == "__main__":
