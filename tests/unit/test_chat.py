@@ -51,12 +51,6 @@ def texts_of(example: Example, raw: RawTokenizer | None = None) -> tuple[str, li
 # Name → template, the trained texts of the examples, and how transformers must be called to render the same.
 KINDS: dict[str, tuple[str, list[list[str]], dict[str, Any]]] = {
     "as it is asked": (PLAIN, [["a1" + END, "a2" + END]], {}),
-    "begun anew by each question": (
-        LOOP
-        + "{{ bos_token + '[Q] ' + m.content + ' [/Q]' if m.role == 'user' else m.content + eos_token }}{% endfor %}",
-        [["a1<|endoftext|>", "a2<|endoftext|>"]],
-        {},
-    ),
     "thoughts in the last answer": (
         ROLE
         + "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}<|im_end|>"
@@ -70,20 +64,9 @@ KINDS: dict[str, tuple[str, list[list[str]], dict[str, Any]]] = {
         [["a1" + END, "a2" + END]],
         {},
     ),
-    "another header once answered": (
-        LOOP + "{{ '[' ~ m.role ~ ('!' if loop.last and m.role == 'assistant') ~ ']' ~ m.content }}<|im_end|>"
-        "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}",
-        [["!]a1" + END], ["!]a2" + END]],
-        {},
-    ),
     "eos at the end of all": (
         PLAIN.removesuffix("{% endif %}") + "{% else %}{{ eos_token }}{% endif %}",
         [["a1<|im_end|>", "a2<|im_end|><|endoftext|>"]],
-        {},
-    ),
-    "ended by the next header": (
-        LOOP + "<|im_start|>{{ m.role }}\n{{ m.content }}" + ASK.replace(":", "\n") + "{% endif %}",
-        [["a1", "a2"]],
         {},
     ),
     "only the last question kept": (

@@ -3,7 +3,6 @@
 import json
 import random
 import threading
-from collections import Counter
 from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice, pairwise, zip_longest
@@ -206,20 +205,6 @@ def test_a_step_that_could_not_be_recorded_comes_again(folders, prefetch_steps):
     assert loader.state_dict() == again.state_dict()
     loader.close()
     again.close()
-
-
-def test_every_token_is_an_input_once_per_epoch(folders):
-    """From the stored files alone: whole epochs hold the corpus, each time in another order."""
-    corpus_tokens = Counter(token for block in stored_blocks(folders[0]) for document in block for token in document)
-    size = sum(corpus_tokens.values())
-    loader = DataLoader(config_of(folders[:1], training__seq_len=7, training__local_batch_size=5), 0, 1)
-    inputs: list[int] = []
-    while len(inputs) < 3 * size:
-        inputs += loader.next_step()[0].tokens.flatten().tolist()
-    loader.close()
-    epochs = [inputs[i * size : (i + 1) * size] for i in range(3)]
-    assert all(Counter(epoch) == corpus_tokens for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) == 3
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.order import Segment, build_epoch, interleave, mixture_counts, permutation, random_words
+from data.order import interleave, mixture_counts, permutation, random_words
 
 weights_of_datasets = st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=8).map(
     lambda weights: np.array(weights) / math.fsum(weights)
@@ -34,19 +34,6 @@ def test_random_words_are_splitmix64(key, first, size):
 def test_permutation_is_the_sorting_order_of_random_words(key, size):
     words = [splitmix64((key + i * 0x9E3779B97F4A7C15) % 2**64) for i in range(size)]
     assert permutation(size, key).tolist() == sorted(range(size), key=words.__getitem__)
-
-
-@given(tokens=st.lists(st.integers(1, 50), min_size=1, max_size=40), window=st.integers(1, 12))
-def test_epoch_windows_cover_all_blocks(tokens, window):
-    epoch = build_epoch(np.array(tokens, np.uint32), window, key=5)
-    assert sorted(epoch.blocks.tolist()) == list(range(len(tokens)))
-    token = 0
-    for index, first in enumerate(range(0, len(tokens), window)):
-        assert epoch.starts[index] == token
-        for block in epoch.blocks[first : first + window]:
-            assert epoch.window_of(token) == epoch.window_of(token + tokens[block] - 1) == index
-            token += tokens[block]
-    assert epoch.starts[-1] == sum(tokens)
 
 
 @given(weights=weights_of_datasets, total=st.integers(0, 3000))
@@ -86,13 +73,6 @@ def test_mixture_does_not_depend_on_the_ranges_asked_for(weights, start, cuts):
     for i in range(len(weights)):
         own = whole[1][whole[0] == i]
         assert own.tolist() == list(range(first[i], first[i] + len(own)))
-
-
-def test_segment_says_where_each_sample_starts():
-    segment = Segment(("a", "b"), (0.75, 0.25), (100, 7), 10)
-    dataset, start = segment.locate(0, 8)
-    assert [start[dataset == i].tolist() for i in (0, 1)] == [[100, 110, 120, 130, 140, 150], [7, 17]]
-    assert segment.consumed(8) == (160, 27)
 
 
 @pytest.mark.parametrize("total", [0, 1, 2, 10**12, 10**15 + 1])
