@@ -456,7 +456,9 @@ def _with_own_words(message: Message, words: str) -> Message:
     for function in _functions(copy):
         function["name"] = words
         arguments = function.get("arguments")
-        function["arguments"] = dict.fromkeys(arguments, words) if isinstance(arguments, dict) else f'"{words}"'
+        function["arguments"] = f'"{words}"'
+        if isinstance(arguments, dict):
+            function["arguments"] = dict.fromkeys(arguments, words)
     return copy
 
 
@@ -518,7 +520,9 @@ def use_template(tokenizer: Tokenizer, template: str, arguments: Sequence[str]) 
         if not separator or not re.search(rf"\b{re.escape(name)}\b", template):
             raise TitaniteError(f"--template-argument {argument}: must be NAME=VALUE with a name in the chat template")
         defaults += f"{{% if {name} is not defined %}}{{% set {name} = {_in_jinja(text)} %}}{{% endif %}}"
-    tokenizer.chat_template = f"{defaults}\n{template}" if defaults else template  # Jinja drops this line end
+    if defaults:
+        template = f"{defaults}\n{template}"  # Jinja drops this line end
+    tokenizer.chat_template = template
 
 
 def _in_jinja(text: str) -> str:

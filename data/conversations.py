@@ -94,7 +94,9 @@ def read_pair(record: Record, keys: Sequence[str]) -> list[Any]:
     keys = tuple(keys)
     in_place = keys == PAIR and not any(key in record for key in PAIR)
     if keys == ("instruction", "output") or (in_place and "instruction" in record):
-        question = alpaca_question(record) if "instruction" in record else None
+        question = None
+        if "instruction" in record:
+            question = alpaca_question(record)
         if isinstance(question, str):
             question += "\n"
         return [question, record.get("output")]

@@ -71,7 +71,7 @@ AT_ONCE = 1024  # tasks given to a pool: more than processes, but submitting tho
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that this process gets when its parent ends
 
 log = logging.getLogger(__name__)
-Map = Callable[..., Iterator[int]]
+Map = Callable[..., Iterator[None]]
 Batch = list[tuple[str, str, bool]]  # documents: place in the input, text, whether it is held out
 
 
@@ -270,7 +270,8 @@ def _run_passes(o: argparse.Namespace, folder: Path, plan: Plan, units: Sequence
         return
     # Starting a process takes most of a second, in which it could tokenise a few MB.
     is_small = sum(unit.bytes for unit in units) < 2 * UNIT_BYTES
-    workers = o.processes or (1 if is_small else len(os.sched_getaffinity(0)))
+    cores = 1 if is_small else len(os.sched_getaffinity(0))
+    workers = o.processes or cores
     with _worker_pool(min(workers, max(len(units), plan.buckets))) as pool_map:
         numbered = [(pair, pair[1].bytes) for pair in enumerate(units)]
         _run_all(pool_map, partial(_tokenize_unit, folder, plan, o.skip_bad), numbered, "tokenise", "B")
@@ -308,7 +309,9 @@ def tell_effects(separator: str, units: Sequence[Unit], of_units: Sequence[UnitF
 
 def _finish(folder: Path, plan: Plan, tokenizer: Tokenizer) -> dict[str, Any]:
     """Write the manifest, remove the parts and return the manifest."""
-    facts = {} if plan.format == "text" else _facts_of_examples(plan, _read_facts(folder))
+    facts: dict[str, Any] = {}
+    if plan.format != "text":
+        facts = _facts_of_examples(plan, _read_facts(folder))
     for part in (folder / writer.PARTS).glob("unit-*"):  # before the manifest, after which no start takes them up
         part.unlink()
     written = []
@@ -383,8 +386,9 @@ def _opened(name: str) -> Any:
 def _text_bytes(file: File) -> int:
     """About how much text a file holds."""
     kind, compression = kind_of(file.url)
-    is_compressed = compression or kind == "parquet"
-    return file.size * 5 if is_compressed else file.size
+    if compression or kind == "parquet":
+        return file.size * 5
+    return file.size
 
 
 def _read_facts(folder: Path) -> list[UnitFacts]:
@@ -441,42 +445,43 @@ def _stored_tokenizer(folder: Path, plan: Plan) -> Tokenizer:
 # ---------------------------------------------------------------- pass 1: tokenise
 
 
-def _tokenize_unit(folder: Path, plan: Plan, skip_bad: int, numbered: tuple[int, Unit]) -> int:
-    """Write a unit's documents as a file, one record batch per bucket every HELD_BYTES. Returns its tokens."""
+def _tokenize_unit(folder: Path, plan: Plan, skip_bad: int, numbered: tuple[int, Unit]) -> None:
+    """Write a unit's documents as a file, one record batch per bucket every HELD_BYTES."""
     number, unit = numbered
     path = folder / writer.PARTS / f"unit-{number:06}.arrow"
-    tokenizer = _stored_tokenizer(folder, plan)
     if path.exists():
-        return 0
+        return
+    tokenizer = _stored_tokenizer(folder, plan)
     key = derive_key("document", number)
     count = 0  # of documents
-    tokens = 0
     seen = Seen()
     counts = defaultdict[str, Counter[str]](Counter)
     bad: list[str] = []
     reject = partial(_reject, bad, skip_bad)
-    batches: list[pa.RecordBatch] = []
+    held: list[pa.RecordBatch] = []
     schema = pa.schema({"word": pa.uint64(), "tokens": token_type(plan.dtype)})
     with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as part_writer:
         for batch in _batches(plan, unit, reject, seen):
             words = random_words(len(batch), key, first=count)
-            tokenized = _tokenize(plan, tokenizer, batch, words, reject, counts)
-            batches.append(tokenized)
             count += len(batch)
-            tokens += len(tokenized.column("tokens").values)
-            if sum(batch.nbytes for batch in batches) >= HELD_BYTES:
-                _write_sorted(plan, batches, part_writer)
-                batches = []
-        if batches:
-            _write_sorted(plan, batches, part_writer)
-        unread: dict[str, list[str]] = {}
-        if plan.format == "chat":
-            read = chat_of(tokenizer).keys.union(plan.keys)
-            unread = {url: sorted(keys - read) for url, keys in seen.keys.items() if keys - read}
+            held.append(_tokenize(plan, tokenizer, batch, words, reject, counts))
+            if sum(tokenized.nbytes for tokenized in held) >= HELD_BYTES:
+                _write_sorted(plan, held, part_writer)
+                held = []
+        if held:
+            _write_sorted(plan, held, part_writer)
+        unread = _unread_keys(plan, tokenizer, seen)
         facts = UnitFacts(bad, sorted(seen.separated), unread, counts)
         if any(facts):  # on the disk before the unit counts as done
             write_atomically(path.with_suffix(".json"), json.dumps(facts).encode())
-    return tokens
+
+
+def _unread_keys(plan: Plan, tokenizer: Tokenizer, seen: Seen) -> dict[str, list[str]]:
+    """File → keys that the chat template does not read."""
+    if plan.format != "chat":
+        return {}
+    read = chat_of(tokenizer).keys.union(plan.keys)
+    return {url: sorted(keys - read) for url, keys in seen.keys.items() if keys - read}
 
 
 def _batches(plan: Plan, unit: Unit, reject: Reject, seen: Seen | None = None) -> Iterator[Batch]:
@@ -581,10 +586,13 @@ def _write_sorted(plan: Plan, batches: list[pa.RecordBatch], part_writer: pa.Rec
 # ---------------------------------------------------------------- pass 2: shuffle and write
 
 
-def _write_bucket(folder: Path, plan: Plan, bucket: int) -> int:
-    """Write a bucket's shard and a record of its blocks. Returns the number of tokens."""
-    is_train = bucket < plan.train_buckets
-    split, number = ("train", bucket) if is_train else ("validation", bucket - plan.train_buckets)
+def _write_bucket(folder: Path, plan: Plan, bucket: int) -> None:
+    """Write a bucket's shard and a record of its blocks."""
+    split = "train"
+    number = bucket
+    if bucket >= plan.train_buckets:
+        split = "validation"
+        number -= plan.train_buckets
     batches = []
     for path in sorted((folder / writer.PARTS).glob("unit-*.arrow")):
         with pa.OSFile(str(path)) as part:  # read, not mapped: units may outnumber the allowed open files
@@ -600,7 +608,6 @@ def _write_bucket(folder: Path, plan: Plan, bucket: int) -> int:
         documents = pack(documents, plan.seq_len, _stored_tokenizer(folder, plan).eos_id)
     shard, blocks = writer.write_shard(folder, split, number, documents, plan.block_bytes)
     write_atomically(_record(folder, bucket), json.dumps([shard, blocks.to_pylist()]).encode())
-    return shard.tokens
 
 
 def _record(folder: Path, bucket: int) -> Path:
@@ -623,15 +630,13 @@ def _worker_pool(count: int) -> Iterator[Map]:
         pool.shutdown(cancel_futures=True)
 
 
-def _run_all(pool_map: Map, function: Callable[..., int], tasks: list[tuple[Any, int]], title: str, unit: str) -> None:
-    """Run `function(task)`, which returns a number of tokens, for each (task, its size in `unit`), with a bar."""
-    tokens = 0
+def _run_all(pool_map: Map, function: Callable[..., None], tasks: list[tuple[Any, int]], title: str, unit: str) -> None:
+    """Run `function(task)` for each (task, its size in `unit`), with a bar."""
     with tqdm(total=sum(size for _, size in tasks), desc=title, unit=unit, unit_scale=True) as bar:
         for first in range(0, len(tasks), AT_ONCE):
-            given, sizes = zip(*tasks[first : first + AT_ONCE], strict=True)
-            for size, result in zip(sizes, pool_map(function, given), strict=True):
-                tokens += result
-                bar.set_postfix_str(f"{tokens / (bar.format_dict['elapsed'] or 1):,.0f} tokens/s", refresh=False)
+            some = tasks[first : first + AT_ONCE]
+            results = pool_map(function, [task for task, _ in some])
+            for (_, size), _ in zip(some, results, strict=True):
                 bar.update(size)
 
 

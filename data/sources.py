@@ -152,7 +152,8 @@ def _find(source: str) -> Iterator[tuple[str, File]]:
 def _local_files(source: str) -> Iterator[tuple[str, File]]:
     """Yield (identity, file) of a path or glob. Links are followed: two names of a file have the same identity."""
     walked: set[str] = set()
-    for match in [source] if os.path.exists(source) else _glob(source):
+    matches = [source] if os.path.exists(source) else _glob(source)
+    for match in matches:
         names = [match]
         if os.path.isdir(match):
             names = _read_from_folder(match, list(_names_below(match, walked)))
@@ -187,7 +188,8 @@ def _glob(pattern: str) -> Iterator[str]:
         yield from glob.glob(pattern)
         return
     before, after = recursive.groups()
-    for top in glob.glob(before) if before else ["."]:
+    tops = glob.glob(before) if before else ["."]
+    for top in tops:
         for folder, _ in _walk(top, set()):
             parts = Path(folder).relative_to(top).parts
             if not any(part.startswith(".") for part in parts):
@@ -313,40 +315,40 @@ def content_kind(file: File) -> str:
     return "json" if beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[") else "jsonl"
 
 
+def refuse(place: str, reason: str) -> None:
+    """What is done with a bad record unless the caller says otherwise."""
+    raise DataError(f"{place}: {reason}") from None
+
+
 def documents(
-    unit: Unit,
-    keys: Sequence[str],
-    format: str = "text",
-    reject: Reject | None = None,
-    seen: Seen | None = None,
+    unit: Unit, keys: Sequence[str], format: str = "text", reject: Reject = refuse, seen: Seen | None = None
 ) -> Located:
     """Yield (place, text) of a unit's documents; the text of an example is the JSON list of its values.
 
-    A bad record is given to `reject`. Raises DataError for a bad record without `reject`, and for a file that cannot
-    be read.
+    A bad record is given to `reject`. Raises DataError for a file that cannot be read.
     """
     seen = seen or Seen()
-    others = OTHER_COLUMNS.get(format, ())
+    columns = [*keys, *OTHER_COLUMNS.get(format, ())]
     for file in unit.files:
         kind = content_kind(file)
+        is_plain = not has_keys(file)
+        is_document = is_plain and not unit.separator
         found = seen.keys.setdefault(file.url, set())
-        is_document = not unit.separator and not has_keys(file)
         with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
-            for position, record in _records(file, kind, stream, unit, (*keys, *others)):
+            for position, record in _records(file, kind, stream, unit, columns):
                 place = file.url
                 if not is_document:
                     place += f", {POSITIONS.get(kind, 'row')} {position}"
-                if position and not has_keys(file):
+                if position and is_plain:
                     seen.separated.add(file.url)
                 if isinstance(record, bytes):
-                    record = record.removeprefix(codecs.BOM_UTF8) if position == 0 else record
+                    if position == 0:
+                        record = record.removeprefix(codecs.BOM_UTF8)
                     if not record.strip() and not is_document:
                         continue
                 try:
                     text = _text(record, kind, keys, format, found)
                 except (ValueError, TypeError, RecursionError, DataError) as error:
-                    if not reject:
-                        raise DataError(f"{place}: {error}") from None
                     reject(place, str(error))
                 else:
                     yield place, text
