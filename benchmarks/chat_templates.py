@@ -1,6 +1,6 @@
 """How many chat templates conversations can be tuned with, of those that transformers renders.
 
-    python -m benchmarks.chat_templates FOLDER [FOLDER ...] [--check] [--json=FILE]
+    python -m benchmarks.chat_templates FOLDER [FOLDER ...] [--trl] [--check] [--json=FILE]
 
 Each *.jinja file below the folders counts, such as those of llama.cpp (models/templates) and TRL (trl/chat_templates).
 The tokenizer has the template's own special tokens. A conversation counts as trained if the last example has the ids
@@ -8,21 +8,30 @@ that transformers gives the whole, its mask where the template has marks, otherw
 where the ids of its question part from the whole's, as TRL does it.
 """
 
+import io
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
+from importlib import import_module
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from tokenizers import AddedToken
+import numpy as np
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as RawTokenizer
 
 from benchmarks.report import build_parser, finish, print_row
 from config import TitaniteError
 from data.chat import ChatTemplate, Example, load_transformers
+from data.packing import HIDDEN, START, TOKEN_BITS
+from data.prepare import main as prepare
+from data.shards import open_dataset
 from data.tokenizer import Tokenizer, train_tokenizer
 
 TOKENS = re.compile(r"</?[|｜]?[A-Za-z_▁0-9-]+[|｜]?>|\[/?[A-Z_]{3,}\]|<\|[^|<>\s]{1,40}\|>")
@@ -57,6 +66,20 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
     "thoughts in content": ([ASKED[0], THINKING], None),
 }
 
+MARKS = re.compile(r"{%-?\s*generation\s*-?%}")
+COUNT = 60  # conversations, and pairs, compared with TRL's
+TEXTS = (
+    "what is 2 + 2?",
+    "naïve 中文 🙂",
+    "def f(x):\n    return x\n",
+    "  spaces around  ",
+    "a 'quoted' \"text\"\nof two lines",
+    "1,234.5 €\n\n",
+    "the quick brown fox",
+)
+SEAMS = ("", " ", "\n", "\nAnswer:", "\n\n ")
+Examples = Counter[tuple[tuple[int, ...], tuple[bool, ...]]]  # (ids, whether each is trained) → how often
+
 
 def tokenizer_of(template: str) -> Tokenizer:
     """A tokenizer with the tokens that a template spells. Those that models write are not special."""
@@ -81,7 +104,7 @@ def fault(template: str, messages: list[dict[str, Any]], tools: Any) -> str:
     """
     tokenizer = tokenizer_of(template)
     theirs = load_transformers(tokenizer)
-    marked = re.search(r"{%-?\s*generation\s*-?%}", template) is not None
+    marked = MARKS.search(template) is not None
     said = json.dumps([messages, tools])
     words = [word for word in WORDS if word in said]
     wholes = []
@@ -130,15 +153,173 @@ def texts_of(theirs: Any, example: Example) -> list[tuple[str, bool]]:
     return [(theirs.decode([token for token, _ in run]), own) for own, run in runs]
 
 
+# ---------------------------------------------------------------- against TRL
+
+
+def conversations() -> Iterator[dict[str, Any]]:
+    """Conversations of one to three turns, every fourth with a system message and every sixth with a call."""
+    for n in range(COUNT):
+        messages = [SYSTEM] if n % 4 == 3 else []
+        for turn in range(1 + n % 3):
+            messages.append({"role": "user", "content": f"{TEXTS[(n + turn) % 7]} {n}"})
+            if n % 6 == 5:
+                messages += USED
+            messages.append({"role": "assistant", "content": f"{n}: {TEXTS[(n // 7 + 3 * turn) % 7]}"})
+        yield {"messages": messages, "tools": TOOLS if n % 6 == 5 else None}
+
+
+def pairs(eos_token: str) -> Iterator[dict[str, str]]:
+    """Prompts with responses that meet in each way, every tenth response with an eos of its own."""
+    for n in range(COUNT):
+        prompt = f"{n}: {TEXTS[n % 7]}{SEAMS[n % 5]}"
+        end = eos_token if n % 10 == 9 else ""
+        yield {"prompt": prompt, "response": f"{SEAMS[n % 3]}{TEXTS[n // 7 % 7]}{end}"}
+
+
+def tokenizers_of_pairs() -> Iterator[tuple[str, Tokenizer]]:
+    """(name, tokenizer) of each kind: byte-level BPE without and with a bos, SentencePiece's BPE, and Unigram."""
+    texts = [*TEXTS, str(CASES)] * 3
+    yield "byte-level BPE", train_tokenizer(texts, 400)
+    begun = train_tokenizer(texts, 400).raw
+    begun.add_special_tokens([AddedToken("<s>", special=True)])
+    begun.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", begun.token_to_id("<s>"))])
+    yield "byte-level BPE with a bos", Tokenizer(begun, "<|endoftext|>", bos_token="<s>")
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    pieces = RawTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    pieces.normalizer = normalizers.Sequence(spaces)
+    pieces.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    special = ["<unk>", "<s>", "</s>"]
+    all_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
+    pieces.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=500, special_tokens=special + all_bytes, show_progress=False)
+    )
+    pieces.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    yield "SentencePiece's BPE", Tokenizer(pieces, "</s>", bos_token="<s>", unk_token="<unk>")
+    unigram = RawTokenizer(models.Unigram())
+    unigram.pre_tokenizer = pre_tokenizers.Metaspace()
+    unigram.decoder = decoders.Metaspace()
+    unk = "<unk>"
+    trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=[unk], unk_token=unk, show_progress=False)
+    unigram.train_from_iterator(texts, trainer)
+    unigram.add_special_tokens([AddedToken("</s>", special=True)])
+    yield "Unigram", Tokenizer(unigram, "</s>", unk_token="<unk>")
+
+
+def prepared(folder: Path, rows: list[dict[str, Any]], format: str, tokenizer: Tokenizer) -> Examples:
+    """What data.prepare makes of the rows that it does not refuse."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    tokenizer.save(folder)
+    command = [f"--source={folder / 'rows.jsonl'}", f"--tokenizer={folder}", f"--format={format}", "--seq-len=8192"]
+    command += ["--validation-fraction=0", f"--skip-bad={COUNT - 1}", "--processes=1", f"--output={folder / 'set'}"]
+    try:
+        with redirect_stdout(io.StringIO()):
+            prepare(command)
+    except SystemExit:  # all are refused
+        return Counter()
+    split = open_dataset(str(folder / "set")).split("train")
+    examples: Examples = Counter()
+    for block in range(len(split.documents)):
+        values = split.read(block).values
+        for part in np.split(values, np.flatnonzero(values & START)[1:]):
+            trained = part < HIDDEN
+            if trained.any():  # the rest is padding
+                examples[tuple((part & TOKEN_BITS).tolist()), tuple(trained.tolist())] += 1
+    return examples
+
+
+def collated(folder: Path, rows: list[dict[str, Any]], tokenizer: Tokenizer, **options: bool) -> Examples:
+    """What TRL's trainer makes of the rows, in the tensors that its collator gives the model."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from trl import SFTConfig, SFTTrainer
+
+    datasets = import_module("datasets")  # an import statement would be checked against our folder of that name
+    datasets.disable_progress_bars()
+    theirs = load_transformers(tokenizer)
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=len(theirs), hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    )
+    words: dict[str, Any] = {"output_dir": str(folder), "report_to": "none", "use_cpu": True, "bf16": False}
+    config = SFTConfig(**words, max_length=None, **options)
+    trainer = SFTTrainer(model, config, train_dataset=datasets.Dataset.from_list(rows), processing_class=theirs)
+    examples: Examples = Counter()
+    for example in trainer.train_dataset:
+        batch = trainer.data_collator([example])
+        trained = [False, *(batch["labels"][0, 1:] != -100).tolist()]  # nothing predicts the first
+        examples[tuple(batch["input_ids"][0].tolist()), tuple(trained)] += 1
+    return examples
+
+
+def row_of(name: str, given: int, ours: Examples, theirs: Examples) -> dict[str, Any]:
+    equal = (ours & theirs).total()
+    return {
+        "of TRL": name,
+        "given": given,
+        "equal": equal,
+        "refused": given - ours.total(),
+        "unequal": (ours - theirs).total(),
+    }
+
+
+def taken(theirs: Any, row: dict[str, Any]) -> dict[str, Any] | None:
+    """The conversation in the form that the template renders with its last answer: contents as text, or in parts."""
+    in_parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in row["messages"]]
+    answer = row["messages"][-1]["content"].strip()
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    for messages in (row["messages"], in_parts):
+        with suppress(Exception):  # a template is a program
+            made = theirs.apply_chat_template(messages, row["tools"], **options)
+            if any(made["assistant_masks"]) and answer in theirs.decode(made["input_ids"]):
+                return {**row, "messages": messages}
+    return None
+
+
+def compare_conversations(template: str, name: str) -> dict[str, Any]:
+    """How many of the conversations that TRL takes are equal with a template that has marks."""
+    tokenizer = tokenizer_of(template)
+    theirs = load_transformers(tokenizer)
+    forms = [(row, taken(theirs, row)) for row in conversations()]
+    rows = [row for row, form in forms if form]
+    given = [form for _, form in forms if form]
+    with TemporaryDirectory() as folder:
+        ours = prepared(Path(folder), rows, "chat", tokenizer)
+        return row_of(name, len(rows), ours, collated(Path(folder), given, tokenizer, assistant_only_loss=True))
+
+
+def compare_pairs(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    rows = list(pairs(tokenizer.eos_token))
+    theirs = [{"prompt": row["prompt"], "completion": row["response"]} for row in rows]
+    with TemporaryDirectory() as folder:
+        ours = prepared(Path(folder), rows, "sft", tokenizer)
+        return row_of(name, COUNT, ours, collated(Path(folder), theirs, tokenizer, completion_only_loss=True))
+
+
+def compare_with_trl(templates: dict[str, str]) -> list[dict[str, Any]]:
+    rows = []
+    for name, tokenizer in tokenizers_of_pairs():
+        rows.append(compare_pairs(name, tokenizer))
+        print_row(rows[-1])
+    for name, template in templates.items():
+        if MARKS.search(template):
+            rows.append(compare_conversations(template, name))
+            print_row(rows[-1])
+    return rows
+
+
 def main() -> int:
     parser = build_parser(__doc__ or "")
     parser.add_argument("folder", nargs="+", type=Path)
+    parser.add_argument("--trl", action="store_true", help="compare prepared data with what TRL makes of it")
     arguments = parser.parse_args()
+    paths = sorted({path for folder in arguments.folder for path in folder.rglob("*.jinja")})
+    templates = {path.name: path.read_text(encoding="utf-8") for path in paths}
+    if arguments.trl:
+        compared = compare_with_trl(templates)
+        text = "each is equal that is not refused"
+        return finish(arguments, compared, [(text, not any(row["unequal"] for row in compared))])
     rows: list[dict[str, Any]] = []
-    for path in sorted({path for folder in arguments.folder for path in folder.rglob("*.jinja")}):
-        template = path.read_text(encoding="utf-8")
+    for name, template in templates.items():
         faults = {case: fault(template, *given) or "yes" for case, given in CASES.items()}
-        rows.append({"template": path.name, **faults})
+        rows.append({"template": name, **faults})
         print_row(rows[-1])
     bars = []
     for case in CASES:

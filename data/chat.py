@@ -546,6 +546,7 @@ def _pair(tokenizer: Tokenizer, prompt: Any, response: Any) -> Example:
     """Prompt and response in one text. It is trained from where its tokens part from those of the prompt."""
     if not (isinstance(prompt, str) and isinstance(response, str)):
         raise TitaniteError("prompt and response must be strings")
+    response = response.removesuffix(tokenizer.eos_token)  # it is added below, as TRL does it
     if not response.strip():
         raise TitaniteError("the response is empty, so there is nothing to train")
     theirs = load_transformers(tokenizer)

@@ -72,6 +72,8 @@ def test_only_responses_are_trained() -> None:
     ((pair,),) = encode_examples([json.dumps(["two plus two", " is four"])], "sft", tokenizer())
     assert shown(pair) == trained_from(3, TWO, PLUS, TWO, IS, FOUR, EOS)
     assert [bool(token & START) for token in pair] == [True] + [False] * 5
+    ((ended,),) = encode_examples([json.dumps(["two", " is<eos>"])], "sft", tokenizer())
+    assert shown(ended) == [(TWO, False), (IS, True), (EOS, True)], "as TRL: one eos, not its characters"
     ((bare,),) = encode_examples([json.dumps(["", "is four"])], "sft", tokenizer())
     assert shown(bare) == trained_from(1, IS, FOUR, EOS), "nothing comes before the first token"
     with_bos = tokenizer().raw
