@@ -3,7 +3,6 @@
 The schedules are torch's: 1F1B and its interleaved form (Narayanan et al. 2021).
 """
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -93,7 +92,6 @@ def _build_pipeline(
         loss_fn=mean_loss,
         scale_grads=False,
     )
-    told_to_reduce = "finalize_gradients" in inspect.signature(schedule.step).parameters  # torch 2.15
 
     def run(action: Callable[..., object], tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
         inputs = [tokens.contiguous()] if is_first else []  # torch 2.11 takes no other strides
@@ -115,10 +113,7 @@ def _build_pipeline(
         divisor.copy_(n_tokens)
         for stage in stages:
             stage.is_last_batch = is_last
-        step = partial(schedule.step, return_outputs=False)
-        if told_to_reduce:
-            step = partial(step, finalize_gradients=is_last)
-        return run(step, tokens, labels, positions).detach()
+        return run(partial(schedule.step, return_outputs=False), tokens, labels, positions).detach()
 
     return Compute(forward_backward, forward)
 
@@ -149,17 +144,13 @@ def _build_stages(parts: list[nn.Module], dim: int, vocab_size: int, mesh: Mesh,
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with gradients summed over ranks once per step of several batches, as in torch 2.15."""
+    """torch's stage, with gradients summed over ranks once per step of several batches."""
 
     is_last_batch = True
 
     def forget_outputs(self) -> None:
         """Drop a forward's logits. The schedule would keep them to the end of the batch, where nothing reads them."""
-        if hasattr(self, "fwd_cache"):  # before torch 2.15
-            self.fwd_cache.update(dict.fromkeys(self.fwd_cache, ((), [])))
-        else:
-            for state in vars(self)["_forward_chunk_states"].values():
-                state.live_outputs = [None] * len(state.live_outputs)
+        self.fwd_cache.update(dict.fromkeys(self.fwd_cache, ((), [])))
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         # Sums over shards and replicas. Until then gradients stay whole, as within a batch.

@@ -145,11 +145,9 @@ def _meet(environment: LaunchEnvironment, kind: str, timeout: timedelta) -> dist
 
 def set_timeout(seconds: int, apart: dist.ProcessGroup | None = None) -> None:
     """Set the timeout of all process groups but `apart`: neither a mesh nor FSDP2 takes one for the groups it makes."""
-    # Public from torch 2.14 on, where the old name warns on every rank.
-    set_of_group = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in dist.distributed_c10d._world.pg_map:
         if group is not apart:
-            set_of_group(timedelta(seconds=seconds), group)
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
