@@ -59,6 +59,8 @@ def read_ids(path: Path, how: Reading) -> Iterator[Ids]:
         magic = file.read(len(ARROW_FILE))
     is_parquet = magic.startswith(PARQUET_FILE)
     if is_parquet or magic == ARROW_FILE or path.suffix.lower() in ARROW_NAMES:
+        if how.dtype:
+            raise DataError(f"{path}: --dtype {how.dtype} is for files of bare ids, a table says the type itself")
         yield from _read_rows(path, is_parquet, how)
         return
     if how.column or how.packed:
@@ -115,16 +117,23 @@ def _map_ids(path: Path, dtype: str) -> np.ndarray:
         ids = np.load(path, mmap_mode="r").reshape(-1)
         if ids.dtype.kind not in "iu":
             raise DataError(f"{path}: holds {ids.dtype}, not integers")
+        _check_dtype(path, ids.dtype, dtype)
         return ids
     header = np.frombuffer(beginning[: len(beginning) // 4 * 4], "<u4")
     if len(header) == 256 and int(header[0]) in MAGIC_NUMBERS:
         ids = np.memmap(path, MAGIC_NUMBERS[int(header[0])], "r", offset=header.nbytes)
         if len(ids) != header[2]:
             raise DataError(f"{path}: its header says {header[2]} ids of {ids.dtype}, it holds {len(ids)}")
+        _check_dtype(path, ids.dtype, dtype)
         return ids
     if not dtype:
         raise DataError(f"{path}: name the --dtype of its ids, one of {', '.join(DTYPES)}")
     return np.memmap(path, dtype, "r")
+
+
+def _check_dtype(path: Path, found: np.dtype, asked: str) -> None:
+    if asked and np.dtype(asked) != found:
+        raise DataError(f"{path}: --dtype {asked}: its header says {found}")
 
 
 def read_documents(path: Path, tokenizer: Tokenizer, how: Reading) -> Iterator[np.ndarray]:

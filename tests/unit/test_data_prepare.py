@@ -914,6 +914,8 @@ def test_ids_are_read_as_they_were_written(layout, tmp_path):
         (b"\1\1\2\1" * 9, {}, r"a\.bin: none of its 18 ids ends a document, as 0 would"),
         (b"\1\0\0\0", {"dtype": ""}, r"a\.bin: name the --dtype of its ids, one of uint8, uint16"),
         (llm_c_header(20240520, "<u4", [7, 8, 0]), {}, r"a\.bin: its header says 3 ids of uint16, it holds 6"),
+        (llm_c_header(20240801, "<u4", [7, 8, 0]), {}, r"a\.bin: --dtype uint16: its header says uint32"),
+        (b"PAR1", {}, r"a\.bin: --dtype uint16 is for files of bare ids"),
         (b"odd", {}, r"a\.bin: cannot be read: .*multiple"),
         (b"\1\0\0\0", {"packed": True}, r"a\.bin: --column and --packed are for Arrow and Parquet"),
     ],
