@@ -117,7 +117,7 @@ def start(dice: random.Random, sequences: int, words: list[str], stop_after: int
         try:
             run_ranks(world_size, run, [*words, *layout], stop_after, start_group=False)
         except AssertionError as failed:
-            if "errors.ConfigError: " not in str(failed):
+            if "config.ConfigError: " not in str(failed):
                 raise AssertionError(f"{world_size} ranks, {' '.join([*words, *layout])}") from failed
         else:
             return f"{world_size} ranks, {' '.join(layout)}, till step {stop_after or STEPS}"
