@@ -203,3 +203,14 @@ def test_a_node_passes_a_request_to_stop_on_and_waits(tmp_path: Path) -> None:
     process.terminate()
     assert process.wait(60) == 100
     assert log_of(tmp_path) == ["asked"]
+
+
+def test_the_quick_tests_exist() -> None:
+    """pytest runs none at all if one of those that it is asked for has gone."""
+    script = (ROOT / "run_tests.sh").read_text()
+    begin = script.index("quick=(")
+    array = script[begin : script.index("\n)", begin) + 2]
+    listed = subprocess.run(["bash", "-c", array + '\nprintf "%s\\n" "${quick[@]}"'], capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "--collect-only", "-q", *listed.stdout.splitlines()]
+    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert collected.returncode == 0, collected.stdout
