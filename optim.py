@@ -57,10 +57,7 @@ def _check_schedule(config: Config, run_folder: Path) -> None:
         return
     both = f"warmup_steps = {schedule.warmup_steps} and a decay of {decay_length(steps, schedule)} steps"
     misfit = f"lr_scheduler.{both} do not fit in training.steps = {steps}"
-    first = config
-    file = run_folder / "config.toml"
-    if file.is_file():
-        first = settings.from_dict(settings.read_recorded(file.read_bytes(), file))
+    first = settings.recorded_config(run_folder) or config
     is_changed = first.lr_scheduler != schedule or first.training.steps != steps
     if config.checkpoint.branch_from or is_changed:
         raise ConfigError(f"{misfit}, and only a new run may shrink them")
@@ -177,10 +174,11 @@ def build_optimizer(
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:
     """Give every weight the state that its first step would begin with, for a load to fill.
 
-    An optimizer of torch's, as a fork may build, takes a step for it, with gradients and rates of 0.
+    An optimizer without such a method, as torch's, takes a step for it, with gradients and rates of 0.
     """
-    if isinstance(optimizer, GroupedOptimizer):
-        optimizer.allocate_state()
+    own = getattr(optimizer, "allocate_state", None)
+    if own is not None:
+        own()
         return
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:

@@ -33,7 +33,6 @@ from models.llama.model import Llama
 RECIPES = ("tensorwise", "rowwise", "blockwise")
 SOURCES = ("copy", "gate", "gate_grad")
 TOKENS = 8192
-INSTRUCTIONS_PER_BYTE = 6.9  # 132 SMs x 128 lanes x 1.755 GHz / 4.26 TB/s
 SAMPLE = 512, 1024  # the matrix whose bytes are counted
 
 

@@ -82,9 +82,8 @@ class CheckpointManager:
         self.on_progress = on_progress
         self.section = section
         self.ranks = Ranks()
-        if (
-            dist.is_initialized()
-        ):  # a group of gloo: nothing goes through the accelerator, nor between other collectives
+        if dist.is_initialized():
+            # A group of gloo: nothing goes through the accelerator, nor between other collectives.
             timeout = timedelta(seconds=self.settings.timeout_seconds)
             self.ranks = Ranks(dist.new_group(backend="gloo", timeout=timeout))
         self.model_bytes: dict[str, int] = {}  # of each whole tensor

@@ -14,14 +14,11 @@ from checkpoint.branch import Parent, record_parent
 from config import TitaniteError, to_toml
 from data.ledger import read_ledger
 from data.loader import DataLoader
-from data.packing import HIDDEN, START
 from data.shards import INDEX_SCHEMA, open_dataset, token_type
 from data.writer import write_manifest, write_shard
 from tests.corpus import data_config, stored_blocks, unique_documents, word_tokenizer, write_dataset
 from tools import audit, verify
 from tools.audit import prove
-
-BEGIN = START + HIDDEN  # of an example
 
 
 @pytest.fixture(scope="module")

@@ -217,3 +217,17 @@ def test_the_state_of_an_optimizer_of_a_fork_is_made_by_a_step_that_changes_noth
     assert torch.equal(weight, torch.ones(3))
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(optimizer.state[weight]["momentum_buffer"], torch.zeros(3))
+
+
+def test_an_optimizer_of_a_fork_may_allocate_its_state_itself() -> None:
+    class Own(torch.optim.SGD):
+        def allocate_state(self) -> None:
+            self.state[weight]["own"] = torch.zeros(3)
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise AssertionError("a load takes no step")
+
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = Own([weight], lr=0.1)
+    allocate_state(optimizer)
+    assert list(optimizer.state[weight]) == ["own"]
