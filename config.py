@@ -277,8 +277,6 @@ class Parallelism:
     """With local_steps: the outer Nesterov momentum. For short runs set 0, and outer_lr = 1: the islands' mean."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer states in host memory, and run the optimizer there."""
-    async_tp: bool = False
-    """Overlap tensor parallelism's communication with its matmuls. Needs CUDA and compile."""
     cp_method: Literal["allgather", "ring"] = "allgather"
     """How keys and values of other ranks arrive: all at once (`allgather`), or rank by rank in less memory (`ring`)."""
     pp_schedule: Literal["1F1B", "Interleaved1F1B"] = "1F1B"

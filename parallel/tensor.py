@@ -5,7 +5,6 @@ As in Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022 for the sequence
 Shapes: B batch   S sequence   T tokens, B * S   D dim   V vocabulary, or this rank's part of it
 """
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -17,8 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from config import Config, ConfigError
-from parallel.device import device_type
+from config import ConfigError
 
 # Digests of the loss that is computed on a split vocabulary, see parallel/originals.py.
 CROSS_ENTROPY = "0b10c8a68e79"
@@ -70,33 +68,6 @@ def _look_up(module: nn.Embedding, mesh: DeviceMesh, tokens_BS: Tensor) -> Tenso
     part = summand.redistribute(placements=[Shard(0)]).to_local()
     # The copy waits for the transfer. Without it a compiled block under FSDP2 silently loses the embedding's gradient.
     return part.clone()
-
-
-def check_async_tensor_parallel(config: Config) -> None:
-    """Raises ConfigError for async_tp without what it needs."""
-    if not config.parallelism.async_tp:
-        return
-    device = device_type()
-    compiled = config.compile.enable and config.compile.backend == "inductor"
-    if device != "cuda" or not compiled or config.parallelism.tp == 1:
-        needs = 'needs parallelism.tp above 1, compile.enable = true, compile.backend = "inductor" and CUDA'
-        raise ConfigError(f"parallelism.async_tp = true: {needs}; the device is {device}")
-
-
-def enable_async_tensor_parallel(mesh: DeviceMesh) -> None:
-    """Let the compiler overlap tensor parallelism's collectives with matmuls, by symmetric memory. Needs CUDA.
-
-    Changes a setting of the compiler for the whole process.
-    """
-    import torch._inductor.config as inductor
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    inductor._micro_pipeline_tp = True
-    group = mesh.get_group().group_name
-    if not symmetric_memory.is_symm_mem_enabled_for_group(group):
-        with warnings.catch_warnings():  # torch 2.11 to 2.13 say that it is not needed, but the compiler asks for it
-            warnings.simplefilter("ignore", FutureWarning)
-            symmetric_memory.enable_symm_mem_for_group(group)
 
 
 def vocab_parallel_cross_entropy(

@@ -4,7 +4,7 @@ torchrun --nproc-per-node=4 -m tests.parity_ranks FOLDER [--one-device]
 
 FOLDER/cases.pickle: name → a Case. FOLDER/plain.pt: what plain loops give, by the case's `expected`. Written:
 FOLDER/RANK.json, name → what went wrong; empty: nothing. `--one-device`: all ranks share the first GPU, which NCCL
-allows to ranks that name hosts of their own, and symmetric memory to those that ask for it.
+allows to ranks that name hosts of their own.
 """
 
 import json
@@ -66,7 +66,7 @@ def main(folder: Path, *options: str) -> None:
     if options == ("--one-device",):
         loopback = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "lo")
         os.environ |= loopback | {"NCCL_IB_DISABLE": "1", "NCCL_HOSTID": f"host{os.environ['RANK']}"}
-        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     environment = launch_environment()
     configure_logging((0,), environment.rank)
     torch.set_num_threads(1)

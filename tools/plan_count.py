@@ -111,11 +111,10 @@ class DryRun(NamedTuple):
 def check(config: Config, world_size: int) -> None:
     """Raise ConfigError if train.py would refuse the run, wherever it is to run."""
     spec, flavor = find_model(config.model, DEFAULT_VOCAB_SIZE)
-    parallelism = replace(config.parallelism, async_tp=False)  # it needs a GPU
     loss_chunks(config)
     check_float8(config, here=False)
     _ = Case(config, world_size).goal  # the layout and the batch
-    spec.check_parallelism(flavor, replace(config, parallelism=parallelism))
+    spec.check_parallelism(flavor, config)
 
 
 def dry_run(case: Case, point: Point) -> DryRun:
@@ -290,7 +289,6 @@ def _one_step(case: Case, n_layers: int, microbatches: int, folder: str) -> Conf
         training=replace(config.training, steps=1, global_batch_size=sequences, param_dtype=dtype),
         lr_scheduler=replace(config.lr_scheduler, warmup_steps=0),  # one step has no room for it
         compile=replace(config.compile, backend="aot_eager"),  # where the tally's is
-        parallelism=replace(config.parallelism, async_tp=False),  # it needs the GPU's compiler
         checkpoint=replace(config.checkpoint, enable=False),
         validation=replace(config.validation, enable=False, sample_tokens=0),
         profiling=Profiling(),

@@ -79,7 +79,6 @@ MATMUL_SHOWS = 0.5  # of what a matmul reads and writes, not hidden by its opera
 NETWORK_SHARE = 0.75  # of a link's or the network's bandwidth, for a collective
 CALL_SECONDS = 20e-6  # of a collective between kernels, beside what its bytes take
 CONTENTION = 0.5  # of a collective's time, lost by kernels beside it: it takes some of their cores and bandwidth
-ASYNC_TP_SHOWS = 0.65  # of tensor parallelism's messages, not hidden when the compiler overlaps them
 IDLE = 0.008  # of the step
 BYTES = {"float8": 1, "bfloat16": 2, "float32": 4}  # of a number
 
@@ -160,8 +159,7 @@ def message_seconds(
         where = "inter_node" if crosses else "intra_node"
         wait = sent_bytes(kind, size, ranks) / (rate * NETWORK_SHARE)
         if axis in ("tp", "cp", "pp") or kind == "send":
-            hidden = axis == "tp" and parallelism.async_tp
-            between[where] += (wait + CALL_SECONDS * calls) * (ASYNC_TP_SHOWS if hidden else 1.0)
+            between[where] += wait + CALL_SECONDS * calls
         elif axis == "dp_replicate" and dims.islands > 1:
             beside[where] += wait / parallelism.local_steps
         else:

@@ -27,7 +27,7 @@ from parallel.fsdp import apply_fsdp, needs_fsdp
 from parallel.mesh import Mesh
 from parallel.originals import check_forward, check_original
 from parallel.pipeline import check_pipeline, layers_of_stages, stages_of_rank
-from parallel.tensor import VocabParallelEmbedding, check_async_tensor_parallel, enable_async_tensor_parallel
+from parallel.tensor import VocabParallelEmbedding
 
 OUTPUT = "f9c13d2b755c"  # digest of the output layer that the loss in chunks knows, see parallel/originals.py
 
@@ -71,7 +71,6 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
         raise ConfigError('parallelism.cp_method = "ring": cannot tell documents apart; set it to "allgather"')
     if settings.pp > 1 and flavor.tie_embeddings:
         raise ConfigError(f"parallelism.pp = {settings.pp}: the model has one weight as embedding and output")
-    check_async_tensor_parallel(config)
     check_activation_checkpoint(config)
     check_pipeline(config, flavor.n_layers)
 
@@ -140,8 +139,6 @@ def apply_tensor_plans(part: Llama, block_plan: Mapping[str, ParallelStyle], mes
                 f"parallelism.tp = {mesh.tp.size()}: {name} is in no plan, and each rank would train a copy of its "
                 "own; add its module to the block_plan, or set tp = 1"
             )
-    if config.parallelism.async_tp:
-        enable_async_tensor_parallel(mesh.tp)
 
 
 def apply_context_parallel(part: Llama, mesh: Mesh, method: str) -> None:

@@ -26,7 +26,6 @@ FIXED = {  # setting → why this resume keeps it
     "parallelism.pp": "one rank",
     "parallelism.local_steps": "needs replicas",
     "parallelism.reshard_group_size": "needs more ranks",
-    "parallelism.async_tp": "needs CUDA",
     "parallelism.cpu_offload": "not with Muon",
     "failures.on_bad_step": "rollback needs torchrun",
     "float8.kernels": "not with float8.emulate",

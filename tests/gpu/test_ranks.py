@@ -94,9 +94,6 @@ CASES = {
     "FSDP 2 x PP 2, interleaved": float32(dp_shard=2, pp=2, pp_microbatch_size=2, **TURNS),
     "CP 2 x TP 2": float32(cp=2, tp=2),
     "TP 2 x PP 2": float32(tp=2, **PP),
-    # Last: what they leave in their process could change others. On CPU they are as without `async_tp`.
-    "TP 2, async, compiled": bfloat16(tp=2, async_tp=ON_GPU, **COMPILED),
-    "TP 2, async, float8, compiled": in_float8(tp=2, async_tp=ON_GPU, **COMPILED),
 }
 
 

@@ -216,7 +216,6 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     ([CP, RING, "--data.mask_documents"], 2, "cannot tell documents apart"),
     ([CP, "--training.seq_len=254"], 2, "must be a multiple of 4"),
     (["--parallelism.tp=3"], 3, "n_heads"),
-    (["--parallelism.async_tp", TP], 2, "needs .* compile.enable = true"),
     (["--parallelism.local_steps=10"], 2, "needs dp_replicate above 1"),
     (["--parallelism.local_steps=30", DP], 2, "checkpoint.interval = 200: must be a multiple of"),
     (["--float8.enable", "--float8.kernels=own", "--float8.emulate"], 1, "cannot be used with float8.emulate"),
