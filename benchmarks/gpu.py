@@ -1,62 +1,82 @@
-"""The speed of train.py on one GPU, beside what the GPU can do and beside a transformers loop of the same model.
+"""The speed of train.py on one GPU, beside what the GPU can do, beside a transformers loop of the same model, and with
+one setting changed at a time.
 
-    python -m benchmarks.gpu [--rows NAME,...] [--add "NAME=OPTIONS"] [--budget-seconds 540] [--rehearse] [--check]
-        [--json FILE]
+    python -m benchmarks.gpu [--rows "NAME;..."] [--add "NAME=OPTIONS"] [--rehearse] [--check] [--json FILE]
 
-The most important rows come first. Each is written as soon as it is measured, so that a run cut short keeps its first
-rows. Each runs in its own process. If memory runs out, another process tries half as many sequences at once. A training
-row runs train.py itself: some steps to compile and warm up, some timed together (waiting for the device only at their
-ends), one under torch's profiler for the shares of the step. Peers do the same steps. `roofline` is tokens/s over what
-the measured matmul peaks allow if only matmuls and attention took time (attention at the bfloat16 peak, its causal
-half). `TFLOP/s` counts a token as 6 x (parameters without the embedding + layers x heads x head_dim x seq_len), so
-attention's causal half, as NVIDIA's tables do; MFU counts all of attention, as torchtitan's do.
+Rows are measured in one process, one after another, and each is written as soon as it is there. `benchmarks.gpu_queue`
+gives each row of a whole model a process of its own, and ends in time. If memory runs out, half as many sequences at
+once are tried. A training row runs train.py itself: some steps to compile and warm up, some timed together (waiting for
+the device only at their ends), one under torch's profiler for the shares of the step. Peers do the same steps.
+`roofline` is tokens/s over what the measured matmul peaks allow if only matmuls and attention took time (attention at
+the bfloat16 peak, its causal half). `TFLOP/s` counts a token as 6 x (parameters without the embedding + layers x heads
+x head_dim x seq_len), so attention's causal half, as NVIDIA's tables do; MFU counts all of attention, as torchtitan's.
+
+Settings are compared on four layers of the 8B: `ratio` is tokens/s over the row `as in the rows of the 8B`, which is
+measured again at the end: how far it is from 1 is how far to trust the others. The output layer has a third of all
+matmuls there, one part in sixteen in the whole 8B.
 
 `--rehearse` runs everything on CPU with tiny shapes, to find typos before using a GPU: its figures say nothing. The
 dataset is the one that ./run_llama_train.sh prepares. A GPU of 80 GB has room for a part of the 8B:
 `--add "8B bf16 8192=--model.n_layers=12"`.
 """
 
-import argparse
+import contextlib
 import dataclasses
-import json
-import os
+import gc
 import re
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._functorch import config as functorch
+from torch._inductor import config as inductor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import metrics
-from benchmarks.report import REHEARSE, add_row, build_parser, finish, has_gpu, prepare_once, print_row
-from config import Config, TitaniteError, load_config
+from benchmarks.report import REHEARSE, add_row, build_parser, finish, has_gpu, prepare_once
+from config import Config, load_config
 from float8.convert import convert_to_float8
 from models import build_model, find_model
+from models.llama import parallelize
 from models.llama.hf import to_hf_config
 from parallel.device import synchronize
+from run.processes import shut_down
 from storage.records import read_records
 from train import train
 
 WARMUP_STEPS = 3
 QUICK = ("peaks", "1.8B bf16 8192")
 DATASET, REHEARSAL = Path("datasets/stdlib"), Path("datasets/rehearsal")
-TENSORWISE, ROWWISE = ("--float8.enable",), ("--float8.enable", "--float8.recipe=rowwise")
-BLOCKWISE = ("--float8.enable", "--float8.recipe=blockwise")
+RECIPES = {
+    "tensorwise": ("--float8.enable",),
+    "rowwise": ("--float8.enable", "--float8.recipe=rowwise"),
+    "blockwise": ("--float8.enable", "--float8.recipe=blockwise"),
+}
 EVERY_LAYER = "--float8.filter=all"
+CHUNKS = ("--training.loss_chunks=2",)
 ONCE = ("--parallelism.reshard_after_forward=false",)  # weights are cast once per step, as always in float8
 SMALL_STATES = ("--optimizer.state_dtype=bfloat16",)
 BUDGET = ("--activation_checkpoint.mode=budget", "--activation_checkpoint.memory_budget=0.8")
+BASE = "as in the rows of the 8B"
+# What float8 may gain from, beside a recipe alone.
+GAINS = {
+    "own kernels": ("--float8.kernels=own",),
+    "wk and wv too": (EVERY_LAYER,),
+    "output too": ('--float8.always=["output"]',),
+    "output too, whole logits": ("--float8.skip=[]", "--training.loss_chunks=1"),
+}
+IMPRECISE = {"fast accumulation": ("--float8.fast_accumulation=all",)}  # which the queue adds to no other row
 NO_ROOM = "no room"
 
 
@@ -64,7 +84,8 @@ NO_ROOM = "no room"
 class Run:
     """A training row: flavor, tokens per sequence, sequences per microbatch and per step, and further settings.
 
-    `steps` steps are timed.
+    `steps` steps are timed, inside `context`. `gain`: those of the options that the row `beside`, otherwise equal, does
+    not have.
     """
 
     flavor: str
@@ -75,75 +96,104 @@ class Run:
     steps: int = 6
     dataset: Path = DATASET
     peer: str = ""
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    gain: tuple[str, ...] = ()
+    beside: str = ""
 
 
-def is_known(options: Sequence[str]) -> bool:
-    """Whether config.py of this commit has these settings and values."""
-    try:
-        load_config(options)
-    except TitaniteError:
-        return False
-    return True
-
-
-def runs() -> dict[str, Run]:
-    """The training rows by name, the most important first, without those whose settings are not known."""
-    chunks = "--training.loss_chunks=2"
-    muon = "--optimizer.name=muon"
+def whole_models() -> dict[str, Run]:
+    """The rows of whole models by name, the most important first."""
 
     def small(*options: str) -> Run:
-        return Run("1.8B", 8192, 4, 8, (chunks, *ONCE, *options))
+        return Run("1.8B", 8192, 4, 8, (*CHUNKS, *ONCE, *options))
 
     def medium(*options: str) -> Run:
-        return Run("3B", 8192, 2, 8, (chunks, *ONCE, *options))
+        return Run("3B", 8192, 2, 8, (*CHUNKS, *ONCE, *options))
 
     def large(*options: str) -> Run:
-        return Run("8B", 8192, 1, 8, (chunks, *SMALL_STATES, *BUDGET, *ONCE, *options), 3)
+        return Run("8B", 8192, 1, 8, (*CHUNKS, *SMALL_STATES, *BUDGET, *ONCE, *options), 3)
 
     def short(*options: str) -> Run:
-        return Run("1.8B", 4096, 8, 16, (chunks, *ONCE, *options))
+        return Run("1.8B", 4096, 8, 16, (*CHUNKS, *ONCE, *options))
 
-    rows = {
+    muon = "--optimizer.name=muon"
+    return {
         "1.8B bf16 8192": small(),
         "1.8B torchtitan 8192": Run("1.8B", 8192, 4, 8, peer="torchtitan"),
-        "1.8B tensorwise 8192": small(*TENSORWISE),
+        "1.8B tensorwise 8192": small(*RECIPES["tensorwise"]),
         "8B bf16 8192": large(),
-        "8B tensorwise 8192": large(*TENSORWISE),
+        "8B tensorwise 8192": large(*RECIPES["tensorwise"]),
         "1.8B transformers 8192": Run("1.8B", 8192, 4, 8, peer="transformers"),
-        "1.8B rowwise 8192": small(*ROWWISE),
+        "1.8B rowwise 8192": small(*RECIPES["rowwise"]),
         "1.8B bf16 4096": short(),
         "3B bf16 8192": medium(),
-        "3B tensorwise 8192": medium(*TENSORWISE),
-        "8B rowwise 8192": large(*ROWWISE),
-        "8B blockwise 8192": large(*BLOCKWISE),
-        "1.8B blockwise 8192": small(*BLOCKWISE),
+        "3B tensorwise 8192": medium(*RECIPES["tensorwise"]),
+        "8B rowwise 8192": large(*RECIPES["rowwise"]),
+        "8B blockwise 8192": large(*RECIPES["blockwise"]),
+        "1.8B blockwise 8192": small(*RECIPES["blockwise"]),
         "1.8B muon 8192": small(muon),
         "8B muon 8192": large(muon),
-        "3B rowwise 8192": medium(*ROWWISE),
-        "1.8B tensorwise 4096": short(*TENSORWISE),
-        "1.8B rowwise 4096": short(*ROWWISE),
+        "3B rowwise 8192": medium(*RECIPES["rowwise"]),
+        "1.8B tensorwise 4096": short(*RECIPES["tensorwise"]),
+        "1.8B rowwise 4096": short(*RECIPES["rowwise"]),
     }
-    return {name: run for name, run in rows.items() if is_known(run.options)}
+
+
+def settings() -> dict[str, Run]:
+    """The rows of settings by name."""
+
+    def row(*options: str, without: tuple[str, ...] = (), **more: Any) -> Run:
+        base = [word for word in (*CHUNKS, *SMALL_STATES, *BUDGET, *ONCE) if word not in without]
+        return Run("8B", 8192, 1, 4, (*base, "--model.n_layers=4", *options), 4, **more)
+
+    rows = {
+        BASE: row(),
+        "flash attention, not cuDNN's": row(context=_without_cudnn),
+        "the compiler unguided": row(context=_unguided),
+        "weights cast in each microbatch": row(without=ONCE),
+        "logits whole": row(without=CHUNKS),
+        "not compiled": row("--compile.enable=false", without=BUDGET),
+    }
+    for recipe, options in RECIPES.items():
+        name = f"float8, {recipe}"
+        rows[name] = row(*options)
+        # Blockwise kernels are always own ones, torch refuses fast accumulation, the output stays in bfloat16.
+        own = recipe == "blockwise"
+        for gain in ("wk and wv too",) if own else GAINS:
+            rows[f"{name}, {gain}"] = row(*options, *GAINS[gain], gain=GAINS[gain], beside=name)
+        for other in () if own else IMPRECISE:
+            rows[f"{name}, {other}"] = row(*options, *IMPRECISE[other])
+    return rows | {f"{BASE}, again": row()}
+
+
+@contextlib.contextmanager
+def _without_cudnn() -> Any:
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        with inductor.patch(force_disable_caches=True):  # its cache does not look at this switch
+            yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@contextlib.contextmanager
+def _unguided() -> Any:
+    """The compiler without the choices of parallel/activation_checkpoint.py. Its cache would return others' graphs."""
+    with mock.patch.object(parallelize, "guide_compiler"), inductor.patch(force_disable_caches=True):
+        yield
 
 
 def rehearsal(run: Run) -> Run:
     """The same row, small enough for a CPU."""
-    options = [*run.options, "--training.param_dtype=float32"]  # fast on every CPU
+    options = [*run.options, "--training.param_dtype=float32", "--model.n_layers=1"]  # fast on every CPU
     if "--float8.enable" in options:
         options.append(EVERY_LAYER)
     flavor = "tiny"
     if "--float8.recipe=blockwise" in options:  # its layers need larger sizes
         flavor = "1B"
-        options += ["--model.n_layers=1", "--model.vocab_size=4096"]
-    return dataclasses.replace(
-        run,
-        flavor=flavor,
-        seq_len=64,
-        local_batch_size=2,
-        global_batch_size=4,
-        options=tuple(options),
-        dataset=REHEARSAL,
-    )
+        options.append("--model.vocab_size=4096")
+    sizes = {"flavor": flavor, "seq_len": 64, "local_batch_size": 2, "global_batch_size": 4}
+    return dataclasses.replace(run, **sizes, options=tuple(options), dataset=REHEARSAL)
 
 
 # ---------------------------------------------------------------- what the device can do
@@ -223,14 +273,14 @@ def seconds(action: Callable[[], Any], device: torch.device, rounds: int = 20, a
 
 def measure_training(run: Run, device: torch.device, started: float) -> dict[str, Any]:
     """Measure train.py's tokens/s, first step, memory, the loss after all steps, and shares of a profiled step."""
-    marks: dict[str, float] = {}
+    marks: dict[int, float] = {}
     last = WARMUP_STEPS + run.steps
     profiler = build_profiler(device)
 
     def after_step(step: int) -> None:
         if step in (1, WARMUP_STEPS, last):
             synchronize(device)
-            marks[str(step)] = time.perf_counter()
+            marks[step] = time.perf_counter()
         if step == last:
             profiler.start()
         elif step > last:
@@ -241,8 +291,8 @@ def measure_training(run: Run, device: torch.device, started: float) -> dict[str
         train(training_config(run, last + 1, outputs), after_step)
         [records] = Path(outputs).glob("*/metrics.jsonl")
         loss = read_records(records)[-1]["loss"]
-    elapsed = marks[str(last)] - marks[str(WARMUP_STEPS)]
-    return result(run, device, elapsed, marks["1"] - started) | {"loss": loss} | shares(profiler, device)
+    elapsed = marks[last] - marks[WARMUP_STEPS]
+    return result(run, device, elapsed, marks[1] - started) | {"loss": loss} | shares(profiler, device)
 
 
 def result(run: Run, device: torch.device, elapsed: float, first_step: float) -> dict[str, Any]:
@@ -460,7 +510,7 @@ KERNELS = (
 def shares(profiler: torch.profiler.profile, device: torch.device) -> dict[str, Any]:
     """Per cent of the profiled step that the device spent in each kind of kernel, and idle; empty on CPU.
 
-    The kernels that took longest are written to stderr.
+    As if kernels never overlapped, which only collectives would. Those that took longest are written to stderr.
     """
     cuda = torch.autograd.DeviceType.CUDA
     # Without the ranges that compiler and optimizer name, which also come as events of the device.
@@ -468,23 +518,20 @@ def shares(profiler: torch.profiler.profile, device: torch.device) -> dict[str, 
     if device.type == "cpu" or not events:
         return {}
     times: dict[tuple[str, str], list[float]] = {}  # of each kernel, by kind and name
-    backends = set()
-    end = busy = 0.0
-    for event in sorted(events, key=lambda event: event.time_range.start):
+    for event in events:
         kind = next(kind for kind, pattern in KERNELS if re.search(pattern, event.name, re.IGNORECASE))
         times.setdefault((kind, event.name), []).append(event.time_range.elapsed_us())
-        busy += max(0.0, event.time_range.end - max(end, event.time_range.start))  # kernels may overlap
-        end = max(end, event.time_range.end)
-        if kind == "attention":
-            backends.add(attention_by(event.name))
-    span = end - min(event.time_range.start for event in events)
-    for (kind, name), each in sorted(times.items(), key=lambda item: -sum(item[1]))[:40]:
-        print(f"{sum(each) / 1e3:9.2f} ms {len(each):6} x {kind:9}  {name[:160]}", file=sys.stderr)  # into the log
-    row: dict[str, Any] = {"attention by": "+".join(sorted(backends))}
-    row |= dict.fromkeys([f"{kind} %" for kind, _ in KERNELS], 0.0)
-    for (kind, _), each in times.items():
+    begin = min(event.time_range.start for event in events)
+    span = max(event.time_range.end for event in events) - begin
+    by = {attention_by(name) for kind, name in times if kind == "attention"}
+    row: dict[str, Any] = {"attention by": "+".join(sorted(by))}
+    row |= dict.fromkeys([f"{kind} %" for kind, _ in KERNELS], 0.0) | {"idle %": 100.0}
+    for i, ((kind, name), each) in enumerate(sorted(times.items(), key=lambda item: -sum(item[1]))):
         row[f"{kind} %"] += 100 * sum(each) / span
-    return row | {"idle %": 100 * (1 - busy / span)}
+        row["idle %"] -= 100 * sum(each) / span
+        if i < 40:
+            print(f"{sum(each) / 1e3:9.2f} ms {len(each):6} x {kind:9}  {name[:160]}", file=sys.stderr)
+    return row
 
 
 def attention_by(kernel: str) -> str:
@@ -504,180 +551,119 @@ def attainable(run: Run, peak: dict[str, Any]) -> float:
     return 1 / (float8_seconds + (in_bf16 - in_float8) / (peak["bf16 TFLOP/s"] * 1e12))
 
 
-# ---------------------------------------------------------------- rows, each in a process of its own
+# ---------------------------------------------------------------- rows
 
 
 def find_run(name: str, rehearse: bool, added: Sequence[str] = ()) -> Run:
     """The row, with `added` settings."""
-    run = runs()[name]
+    run = {**whole_models(), **settings()}[name]
     run = dataclasses.replace(run, options=(*run.options, *added))
     return rehearsal(run) if rehearse else run
 
 
-def measure_row(name: str, added: Sequence[str], sequences: int, rehearse: bool, started: float) -> dict[str, Any]:
-    """Measure one row in this process, with `added` settings and `sequences` at once.
-
-    Raises RuntimeError if memory runs out.
-    """
-    device = torch.device("cpu" if rehearse else "cuda")
-    if name == "peaks":
-        return peaks(device, rehearse)
-    run = dataclasses.replace(find_run(name, rehearse, added), local_batch_size=sequences)
-    measure = {"": measure_training, "transformers": measure_transformers, "torchtitan": measure_torchtitan}[run.peer]
-    return measure(run, device, started) | {"sequences": sequences}
-
-
-def run_alone(name: str, added: Sequence[str], sequences: int, rehearse: bool, started: float) -> None:
-    """Print the row as this process measures it."""
-    try:
-        row = measure_row(name, added, sequences, rehearse, started)
-    except RuntimeError as error:  # kernels and cuBLAS handles can run out of memory too
-        if not re.search("out of memory|ALLOC_FAILED", str(error)):
-            raise
-        row = {"failed": f"{NO_ROOM} for {sequences} sequences at once: {str(error).splitlines()[0]}"}
-    print_row(row)
-    os._exit(0)  # the row is printed: errors in Python's exit do not matter
-
-
-def run_fitting(
-    name: str, added: Sequence[str], sequences: int, rehearse: bool, timeout_seconds: float, log: Path
-) -> dict[str, Any]:
-    """Measure a row with `sequences` at once, or half as many as long as memory runs out."""
-    deadline = time.perf_counter() + timeout_seconds
-    while True:
-        row = run_row(name, added, sequences, rehearse, deadline - time.perf_counter(), log)
-        if sequences == 1 or not row.get("failed", "").startswith(NO_ROOM):
-            return row
-        sequences //= 2
-
-
-def run_row(
-    name: str, added: Sequence[str], sequences: int, rehearse: bool, timeout_seconds: float, log: Path
-) -> dict[str, Any]:
-    """Measure one row in its own process. An error becomes part of the row; all output goes to `log`."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--alone", name, f"--sequences={sequences}"]
-    command.append(f"--add={name}={' '.join(added)}")
-    if rehearse:
-        command.append("--rehearse")
-    with open(log, "a+", encoding="utf-8") as errors:
-        errors.write(f"--- {name}, {sequences} at once\n")
-        errors.flush()
-        begin = errors.tell()
-        try:
-            result = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=timeout_seconds, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done within {timeout_seconds:.0f} s, see {log}"}
-        errors.seek(begin)
-        said = errors.read().splitlines()
-    if result.returncode < 0:  # out of host memory, or a driver's fault: the process may have said why
-        said.append(f"Error: ended by {signal.Signals(-result.returncode).name}")
-    if result.returncode:
-        reasons = [line for line in said if "rror" in line] or said or ["no output"]
-        return {"failed": f"{reasons[-1][:200]}, see {log}"}
-    row: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+def measure_fitting(run: Run, device: torch.device) -> dict[str, Any]:
+    """Measure a row, with half as many sequences at once as long as memory runs out."""
+    row = measure(run, device)
+    while run.local_batch_size > 1 and row.get("failed", "").startswith(NO_ROOM):
+        run = dataclasses.replace(run, local_batch_size=run.local_batch_size // 2)
+        row = measure(run, device)
     return row
 
 
-def measure_rows(
-    names: Sequence[str], added: dict[str, list[str]], arguments: argparse.Namespace, started: float
-) -> list[dict[str, Any]]:
-    """Measure the rows that fit into the budget, and write each once it is there."""
-    log = arguments.json.with_suffix(".log") if arguments.json else Path(tempfile.gettempdir()) / "benchmarks-gpu.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    longest: dict[str, float] = {}  # row of each flavor, which says nothing about other flavors
-    peak: dict[str, Any] = {}
-    for name in names:
-        flavor = name.split()[0]
-        begin = time.perf_counter()
-        left = arguments.budget_seconds - (begin - started)
-        if left < longest.get(flavor, 0.0):
-            print(f"{name}: left out, {left:.0f} s remain of the budget", flush=True)
-            continue
-        row: dict[str, Any] = {"row": name}
-        more = added.get(name, [])
-        if name == "peaks":
-            peak = run_row(name, more, 1, arguments.rehearse, left, log)
-            row |= peak
-        else:
-            run = find_run(name, arguments.rehearse, more)
-            if more:
-                row["added"] = " ".join(more)
-            row |= run_fitting(name, more, run.local_batch_size, arguments.rehearse, left, log)
-            if "tokens/s" in row and peak.get("bf16 TFLOP/s"):
-                row["roofline"] = row["tokens/s"] / attainable(run, peak)
-        longest[flavor] = max(longest.get(flavor, 0.0), time.perf_counter() - begin)
-        add_row(arguments, rows, row)
-    return rows
+def measure(run: Run, device: torch.device) -> dict[str, Any]:
+    """Measure a row. An error becomes part of it."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    by = {"": measure_training, "transformers": measure_transformers, "torchtitan": measure_torchtitan}[run.peer]
+    row: dict[str, Any] = {"sequences": run.local_batch_size}
+    try:
+        # Without what an earlier row has set for the process.
+        with functorch.patch(activation_memory_budget=1.0, joint_custom_pass=None), run.context():
+            return row | by(run, device, time.perf_counter())
+    except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if re.search("out of memory|ALLOC_FAILED", str(error)):  # kernels and cuBLAS handles can run out of it too
+            reason = f"{NO_ROOM}, {reason}"
+        return row | {"failed": reason}
+    finally:
+        if dist.is_initialized():
+            shut_down()
 
 
 def main() -> int:
-    started = time.perf_counter()
-    parser = build_parser("train.py on one GPU")
-    parser.add_argument("--rows", default="", help="names separated by commas; default: all that fit the budget")
-    parser.add_argument(
-        "--add", action="append", default=[], metavar="ROW=OPTIONS", help="more settings for a row; may be repeated"
-    )
-    parser.add_argument(
-        "--budget-seconds", type=float, default=540, help="no row begins that may pass it (%(default)s)"
-    )
+    parser = build_parser(__doc__ or "")
+    parser.add_argument("--rows", default="", help="names of rows, with ; between them (default: all)")
+    parser.add_argument("--add", action="append", default=[], metavar="ROW=OPTIONS", help="more settings for a row")
     parser.add_argument("--rehearse", action="store_true", help=REHEARSE)
-    parser.add_argument("--alone", metavar="ROW", help="internal: measure one row in this process")
-    parser.add_argument("--sequences", type=int, default=1, help="internal: of that row, at once")
     arguments = parser.parse_args()
-    added: dict[str, list[str]] = {}
+    known = ("peaks", *whole_models(), *settings())
+    names = QUICK if arguments.quick else known
+    if arguments.rows:
+        names = tuple(arguments.rows.split(";"))
+    added = {}
     for text in arguments.add:
         name, _, options = text.partition("=")
         added[name] = options.split()
-    if arguments.alone:
-        more = added.get(arguments.alone, [])
-        run_alone(arguments.alone, more, arguments.sequences, arguments.rehearse, started)
-    known = ("peaks", *runs())
-    wanted = QUICK if arguments.quick else known
-    if arguments.rows:
-        wanted = arguments.rows.split(",")
-    unknown = {*wanted, *added} - {*known}
+    unknown = {*names, *added} - {*known}
     if unknown:
-        parser.error(f"unknown rows {', '.join(sorted(unknown))}; known are {', '.join(known)}")
+        parser.error(f"unknown rows {'; '.join(sorted(unknown))}; known are {'; '.join(known)}")
     if not has_gpu(arguments.rehearse):
         return int(arguments.check)
     prepare_once(*((REHEARSAL, "docs") if arguments.rehearse else (DATASET,)))
     metrics.quiet_noisy_loggers()  # torchao's, which the roofline of float8 imports
-    rows = measure_rows([name for name in known if name in wanted], added, arguments, started)
-    if arguments.rehearse:
-        return finish(arguments, rows, [])
-    return finish(arguments, rows, bars(rows, wanted, torch.cuda.get_device_name()))
+    device = torch.device("cpu" if arguments.rehearse else "cuda")
+    rows: list[dict[str, Any]] = []
+    peak: dict[str, Any] = {}
+    base = 0.0  # tokens/s
+    for name in names:
+        if name == "peaks":
+            peak = peaks(device, arguments.rehearse)
+            add_row(arguments, rows, {"row": name} | peak)
+            continue
+        more = added.get(name, [])
+        run = find_run(name, arguments.rehearse, more)
+        row = {"row": name} | measure_fitting(run, device)
+        if more:
+            row["added"] = " ".join(more)
+        if "tokens/s" in row and peak.get("bf16 TFLOP/s"):
+            row["roofline"] = row["tokens/s"] / attainable(run, peak)
+        if name == BASE:
+            base = row.get("tokens/s", 0.0)
+        if "tokens/s" in row and base and name in settings():
+            row["ratio"] = row["tokens/s"] / base
+        add_row(arguments, rows, row)
+    return finish(arguments, rows, [] if arguments.rehearse else bars(rows, torch.cuda.get_device_name()))
 
 
-TARGETS = {
+TARGETS = {  # tokens/s on an H200
     "1.8B bf16 8192": 40_000,
     "1.8B tensorwise 8192": 47_000,
     "8B bf16 8192": 10_500,
     "8B tensorwise 8192": 14_500,
 }
-PEERS = {"transformers": 1.15, "torchtitan": 1.05}
+PEERS = {"1.8B transformers 8192": 1.15, "1.8B torchtitan 8192": 1.05}
 
 
-def bars(rows: list[dict[str, Any]], wanted: Sequence[str], gpu: str) -> Iterator[tuple[str, bool]]:
-    """The bars of the `wanted` rows. A row that was not measured misses its bar. Those in tokens/s are for an H200."""
+def bars(rows: list[dict[str, Any]], gpu: str) -> list[tuple[str, bool]]:
+    """The bars of these rows, and whether they are met."""
     speed = {row["row"]: row.get("tokens/s", 0.0) for row in rows}
-    for row in rows:
-        by = row.get("attention by", "cudnn")
-        if by != "cudnn" and not runs()[row["row"]].peer:
-            yield f"{row['row']}: attention by {by}, cudnn is asked for", False
-    for name, target in TARGETS.items():
-        if name in wanted and "H200" in gpu:
-            measured = speed.get(name, 0.0)
-            yield f"{name}: {measured:,.0f} tokens/s, at least {target:,}", measured >= target
     ours = speed.get("1.8B bf16 8192", 0.0)
-    for peer, least in PEERS.items():
-        name = f"1.8B {peer} 8192"
-        if name in wanted:
-            theirs = speed.get(name, 0.0)
-            met = theirs > 0 and ours >= least * theirs
-            yield f"1.8B bf16: {ours:,.0f} tokens/s, at least {least} times {peer}'s {theirs:,.0f}", met
+    found = []
+    for row in rows:
+        name = row["row"]
+        by = row.get("attention by", "cudnn")
+        if name in TARGETS and "H200" in gpu:
+            text = f"{name}: {speed[name]:,.0f} tokens/s, at least {TARGETS[name]:,}"
+            found.append((text, speed[name] >= TARGETS[name]))
+        if name in PEERS:
+            text = f"1.8B bf16: {ours:,.0f} tokens/s, at least {PEERS[name]} times the {speed[name]:,.0f} of {name}"
+            found.append((text, speed[name] > 0 and ours >= PEERS[name] * speed[name]))
+        elif "flash" not in name:
+            found.append((f"{name}: attention by {by}, cudnn is asked for", by == "cudnn"))
+    return found
 
 
 if __name__ == "__main__":

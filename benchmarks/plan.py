@@ -11,11 +11,12 @@ import dataclasses
 import json
 import statistics
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import BUDGET, ONCE, ROWWISE, SMALL_STATES, TENSORWISE, Run, runs, training_config
+from benchmarks.gpu import settings, training_config, whole_models
 from benchmarks.report import build_parser, finish, print_row
 from config import Config, from_dict
 from tools.plan import plan
@@ -132,26 +133,18 @@ def torchao_rows() -> list[Row]:
 
 def our_rows() -> list[Row]:
     """Of train.py on one H200. Fitted are three."""
-    base = ("--training.loss_chunks=2", *SMALL_STATES, *BUDGET, *ONCE)
-    layers = ("--model.n_layers=4",)
-    known = {
-        **runs(),
-        "as in the rows of the 8B": Run("8B", 8192, 1, 4, (*layers, *base)),
-        "weights cast in each microbatch": Run("8B", 8192, 1, 4, (*layers, *base[:-1])),
-        "logits whole": Run("8B", 8192, 1, 4, (*layers, *base[1:])),
-        "float8, tensorwise": Run("8B", 8192, 1, 4, (*layers, *base, *TENSORWISE)),
-        "float8, rowwise": Run("8B", 8192, 1, 4, (*layers, *base, *ROWWISE)),
-    }
+    known = whole_models() | settings()
     rows = []
     for file in ("gpu-h200.json", "gpu_settings-h200.json"):
         for measured in json.loads((RESULTS / file).read_text(encoding="utf-8"))["rows"]:
-            name, tps, gib = measured["row"], measured.get("tokens/s"), measured.get("peak GiB")
+            name = measured["row"]
             run = known.get(name)
-            if run is None or run.peer or tps is None:
+            if run is None or run.peer or run.context is not nullcontext or name.endswith("again"):
                 continue
-            values: dict[str, Any] = {"source": OURS, "name": name, "gpus": 1, "device": "h200", "gib": gib}
+            values: dict[str, Any] = {"source": OURS, "name": name, "gpus": 1, "device": "h200"}
             fit = name in ("1.8B bf16 8192", "1.8B tensorwise 8192", "8B bf16 8192")
-            rows.append(Row(**values, tps=tps, config=training_config(run, 1, "unused"), fit=fit))
+            config = training_config(run, 1, "unused")
+            rows.append(Row(**values, tps=measured["tokens/s"], gib=measured["peak GiB"], config=config, fit=fit))
     return rows
 
 

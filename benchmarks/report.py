@@ -81,7 +81,7 @@ def finish(arguments: argparse.Namespace, rows: list[dict[str, Any]], bars: Iter
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows as a Markdown table, whose columns are the keys in order of appearance."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+    cells = [columns, *([cell(row.get(column)) for column in columns] for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
@@ -107,7 +107,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):

@@ -14,26 +14,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_queue import (
-    END_SECONDS,
-    KERNEL_TESTS,
-    Group,
-    build_groups,
-    choose,
-    hash_files,
-    load,
-    main,
-    summary,
-    won,
-    work,
-)
+from benchmarks import gpu, gpu_queue
+from benchmarks.gpu_queue import END_SECONDS, KERNEL_TESTS, Group, build_groups, choose, load, summary, won, work
 
 # Takes rows; writes as benchmarks do. `hangs` waits with a process of its own, as torchrun would.
 PROCESS = """
 import json, pathlib, signal, subprocess, sys
-*rows, out = sys.argv[1:]
+rows, out = sys.argv[1:]
 out, done = pathlib.Path(out.removeprefix("--json=")), []
-for row in rows:
+for row in rows.split(";"):
     if row == "hangs":
         child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
         print(child.pid, file=open(out.parent / "pids", "a"), flush=True)
@@ -48,7 +37,7 @@ for row in rows:
 
 def group(*rows: str, **options: Any) -> Group:
     seconds = {row: 100 if row == "long" else 1 for row in rows}
-    return Group(seconds, lambda rows, _: ["process", *rows], **{"start_seconds": 0, "files": (), **options})
+    return Group(seconds, ("process", "ROWS"), **{"start_seconds": 0, "files": (), **options})
 
 
 @pytest.fixture
@@ -82,11 +71,11 @@ def test_failures_are_recorded_and_the_next_call_goes_on(file: Path, capsys: pyt
     work(groups, file, 60)
     assert measured(file) == ["base", "crashes", "too large"], "what has failed, with what it is compared with"
     lines = {line["row"]: (line["code"], line["result"]) for line in summary(groups, load(file))}
-    assert lines["crashes"] == lines["short"] == ("present", "2 tokens/s")
+    assert lines["crashes"] == lines["short"] == ("present", "tokens/s 1.5")
     assert lines["long"] == ("", "")
     assert lines["too large"][1].endswith("failed no room")
-    work({"a": groups["a"]._replace(files=("train.py",))}, file, 60)
-    assert measured(file) == ["base", "crashes", "last"], "results of other code"
+    work({"a": groups["a"]._replace(files=("train.py",), together=False)}, file, 60)
+    assert measured(file) == ["base", "base", "crashes", "base", "last"], "results of other code, a process each"
 
 
 def test_what_takes_too_long_is_killed_with_its_processes(file: Path) -> None:
@@ -124,18 +113,15 @@ def test_settings_that_won_are_added() -> None:
 
 
 TESTED, OWN = "kernels, rowwise: test_kernels and rowwise", "float8, rowwise, own kernels"
+PRESENT = gpu_queue.hash_files(KERNEL_TESTS)
 
 
 @pytest.mark.parametrize(
     ("tests", "why"),
     [
-        ({}, "not tested yet"),
         ({"code": "older", "passed": 9}, "not tested yet"),
-        (
-            {"code": hash_files(KERNEL_TESTS), "passed": 8, "failed": "FAILED test_casts"},
-            "fail their tests: FAILED test_",
-        ),
-        ({"code": hash_files(KERNEL_TESTS), "passed": 9}, ""),
+        ({"code": PRESENT, "failed": "FAILED test_casts"}, "fail their tests: FAILED test_"),
+        ({"code": PRESENT, "passed": 9}, ""),
     ],
 )
 def test_own_kernels_are_timed_only_after_their_tests_have_passed(tests: dict[str, Any], why: str, file: Path) -> None:
@@ -146,15 +132,17 @@ def test_own_kernels_are_timed_only_after_their_tests_have_passed(tests: dict[st
     groups = {"settings": group("float8, rowwise", OWN)}
     work(groups, file, 60)
     assert measured(file) == ["float8, rowwise"] + [OWN] * (not why)
-    lines = {line["row"]: line["result"] for line in summary(groups, load(file))}
-    assert why in lines[OWN]
-    assert ("not timed" in lines[OWN]) == bool(why)
-    assert "not timed" not in lines["float8, rowwise"]
+    plain, own = (line["result"] for line in summary(groups, load(file)))
+    assert why in own
+    assert ("kernels" in own) == bool(why)
+    assert "kernels" not in plain
 
 
-def test_the_tests_of_kernels_wait_for_no_proof() -> None:
+def test_rows_are_settings_that_exist_and_tests_of_kernels_come_before_what_waits_for_them() -> None:
+    for run in (gpu.whole_models() | gpu.settings()).values():
+        gpu.training_config(run, 1, "unused")
     groups = build_groups(False)
-    for recipe in ("tensorwise", "rowwise", "blockwise"):
+    for recipe in gpu.RECIPES:
         name = f"kernels, {recipe}"
         assert choose(name, groups[name], {}, set(), False, 1000) == [f"test_kernels and {recipe}"]
     assert "float8, blockwise" in groups["settings"].seconds
@@ -164,23 +152,16 @@ def test_the_tests_of_kernels_wait_for_no_proof() -> None:
 def test_results_go_where_OUT_says_and_begin_with_those_that_are_kept(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, out = tmp_path / "kept", tmp_path / "out"
+    kept, out = tmp_path / "kept", tmp_path / "out" / "gpu_queue-h200.json"
     kept.mkdir()
-    monkeypatch.setattr("benchmarks.gpu_queue.RESULTS", kept)
-    monkeypatch.setattr("benchmarks.gpu_queue.build_groups", lambda rehearse: {"a": group("first", "second")})
-    monkeypatch.setattr("benchmarks.gpu_queue.prepare_once", lambda *_: None)
-    monkeypatch.setattr("benchmarks.gpu_queue.machine", lambda: {"date": "", "commit": "", "gpu": "NVIDIA H200"})
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H200")
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    monkeypatch.setattr("sys.argv", ["gpu_queue"])
-    work({"a": group("first")}, kept / "gpu_queue-h200.json", 60)
-    before = (kept / "gpu_queue-h200.json").read_bytes()
-    monkeypatch.setenv("OUT", str(out))
-    assert main() == 0
-    assert list(load(out / "gpu_queue-h200.json")) == ["a: first", "a: second"]
-    assert measured(out / "gpu_queue-h200.json") == ["second"]
-    assert (kept / "gpu_queue-h200.json").read_bytes() == before
+    work({"a": group("first")}, kept / out.name, 60)
+    before = (kept / out.name).read_bytes()
+    monkeypatch.setenv("OUT", str(out.parent))
+    assert gpu_queue.find_file(None, "h200", kept) == out
+    work({"a": group("first", "second")}, out, 60)
+    assert list(load(out)) == ["a: first", "a: second"]
+    assert measured(out) == ["second"]
+    assert gpu_queue.find_file(kept, "h200", kept).read_bytes() == before
 
 
 def test_what_a_bare_machine_lacks_is_said_in_one_line() -> None:
@@ -197,10 +178,11 @@ def test_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = build_groups(rehearse=True)
     few = {name: groups[name]._replace(seconds={row: 50}, always=()) for name, row in rows.items()}
     monkeypatch.setattr("benchmarks.gpu_queue.build_groups", lambda rehearse: few)
-    monkeypatch.setattr("benchmarks.gpu_queue.won", lambda row, results: ("--compile.enable=false",))
+    eager = ("--compile.enable=false",)
+    monkeypatch.setattr("benchmarks.gpu_queue.won", lambda row, results: eager if row in gpu.whole_models() else ())
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("sys.argv", ["gpu_queue", "--rehearse", f"--output={tmp_path}", "--budget-seconds=3600"])
-    assert main() == 0
+    assert gpu_queue.main() == 0
     found = load(tmp_path / "gpu_queue-rehearsal.json")
     assert not [(key, row["failed"]) for key, row in found.items() if "failed" in row]
     assert found["matmuls: any"]["bf16 TFLOP/s"] > 0
