@@ -192,8 +192,7 @@ def rehearsal(run: Run) -> Run:
     if "--float8.recipe=blockwise" in options:  # its layers need larger sizes
         flavor = "1B"
         options.append("--model.vocab_size=4096")
-    sizes = {"flavor": flavor, "seq_len": 64, "local_batch_size": 2, "global_batch_size": 4}
-    return dataclasses.replace(run, **sizes, options=tuple(options), dataset=REHEARSAL)
+    return Run(flavor, 64, 2, 4, tuple(options), run.steps, REHEARSAL, run.peer, run.context)
 
 
 # ---------------------------------------------------------------- what the device can do

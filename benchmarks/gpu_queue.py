@@ -172,7 +172,7 @@ def choose(name: str, group: Group, results: Results, tried: set[str], again: bo
     """The rows that fit into the seconds that are `left`: those without a result, or `again` those that failed."""
     code = hash_files(group.files)
     seconds = group.start_seconds
-    rows = []
+    rows: list[str] = []
     for row, of_row in group.seconds.items():
         key = f"{name}: {row}"
         result = results.get(key, {})
@@ -278,13 +278,14 @@ def summary(groups: dict[str, Group], results: Results) -> list[dict[str, Any]]:
         beside = [key.partition(": ")[2] for key in results if key.startswith(f"{name}: ")]
         for row in dict.fromkeys((*group.seconds, *beside)):
             result = results.get(f"{name}: {row}", {})
-            line = {"group": name, "row": row, "estimate s": group.seconds.get(row), "code": "", "result": ""}
+            code = ""
             if result:
-                line["code"] = "present" if result["code"] == hash_files(group.files) else "older"
+                code = "present" if result["code"] == hash_files(group.files) else "older"
             shown = {key: value for key, value in result.items() if key.endswith("/s") or key in SHOWN}
-            line["result"] = ", ".join(f"{key} {cell(value)[:80]}" for key, value in shown.items())
-            line["result"] += kernels_unproven(row, results)[:80]
-            lines.append(line)
+            text = ", ".join(f"{key} {cell(value)[:80]}" for key, value in shown.items())
+            text += kernels_unproven(row, results)[:80]
+            estimate = group.seconds.get(row)
+            lines.append({"group": name, "row": row, "estimate s": estimate, "code": code, "result": text})
     return lines
 
 
