@@ -163,69 +163,47 @@ def build_chunked_loss(
     scale_compiled = compile_each_shape(scale, compile)
 
     def chunked(
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        compute: Callable[[Tensor, Tensor], Tensor],
-        casts_weight: bool = False,
+        hidden: Tensor, weight: Tensor, labels: Tensor, compute: Callable[..., Tensor], casts_weight: bool = False
     ) -> Tensor:
         if mesh.cp.size() > 1:
             labels = _own_labels(labels, mesh)
-        if torch.is_grad_enabled():
-            return _ChunkedHead.apply(
-                hidden, weight, labels, compute, casts_weight, chunks, summed, add, scale_compiled
-            )
-        hidden_parts = hidden.flatten(0, 1).chunk(chunks)
-        label_parts = labels.flatten().chunk(chunks)
-        parts = zip(hidden_parts, label_parts, strict=True)
-        losses = [summed(part, weight, label, compute) for part, label in parts]
-        return torch.stack(losses).sum(0)
+        parts = zip(hidden.detach().flatten(0, 1).chunk(chunks), labels.flatten().chunk(chunks), strict=True)
+        if not torch.is_grad_enabled():
+            return torch.stack([summed(part, weight, label, compute) for part, label in parts]).sum(0)
+        low = weight.detach()
+        if not casts_weight:
+            low = low.to(hidden.dtype)  # once, not for each chunk
+        total = torch.zeros((), device=hidden.device)
+        of_hidden = []
+        of_weight: Tensor | None = None
+        for part, label in parts:
+            h = part.detach().requires_grad_()
+            w = low.detach().requires_grad_()
+            loss = summed(h, w, label, compute)
+            grad_h, grad_w = torch.autograd.grad(loss.sum(), (h, w))
+            total = total + loss.detach()
+            of_hidden.append(grad_h)
+            of_weight = add(of_weight, grad_w, torch.float32)  # since it sums many chunks
+        return _Scaled.apply(hidden, weight, total, torch.cat(of_hidden).view_as(hidden), of_weight, scale_compiled)
 
     return chunked
 
 
-class _ChunkedHead(torch.autograd.Function):
+class _Scaled(torch.autograd.Function):
+    """A loss whose gradients of hidden states and weight are already there. Backward multiplies them by its own."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        compute: Callable[[Tensor, Tensor], Tensor],
-        casts_weight: bool,
-        chunks: int,
-        summed: Callable[..., Tensor],
-        add: Callable[..., Tensor],
-        scale: Callable[..., Tensor],
+        ctx: Any, hidden: Tensor, weight: Tensor, total: Tensor, of_hidden: Tensor, of_weight: Tensor, scale: Any
     ) -> Tensor:
-        of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format)  # filled through a view
-        of_weight: Tensor | None = None
-        low = weight.detach()
-        if not casts_weight:
-            low = low.to(hidden.dtype)  # once, not for each chunk
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        parts = hidden.flatten(0, 1).chunk(chunks)
-        grad_parts = of_hidden.flatten(0, 1).chunk(chunks)
-        label_parts = labels.flatten().chunk(chunks)
-        for part, grad_part, label in zip(parts, grad_parts, label_parts, strict=True):
-            with torch.enable_grad():
-                h = part.detach().requires_grad_()
-                w = low.detach().requires_grad_()
-                loss = summed(h, w, label, compute)
-                grad_h, grad_w = torch.autograd.grad(loss.sum(), (h, w))
-            total = total + loss.detach()
-            grad_part.copy_(grad_h)
-            of_weight = add(of_weight, grad_w, torch.float32)  # since it sums many chunks
-        assert of_weight is not None
         ctx.save_for_backward(of_hidden, of_weight)
         ctx.scale = scale
         ctx.weight_dtype = weight.dtype
-        return total
+        return total.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
         grad = grad.reshape(-1)[0]  # the same for all terms, since their sum is trained
         of_weight = ctx.scale(of_weight, grad, ctx.weight_dtype)
-        of_hidden = ctx.scale(of_hidden, grad, of_hidden.dtype)
-        return of_hidden, of_weight, *[None] * 7
+        return ctx.scale(of_hidden, grad, of_hidden.dtype), of_weight, *[None] * 4

@@ -7,8 +7,8 @@ result back: in a step each element of a matrix goes to its owner once and back 
 
 import itertools
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's: all singular values come 
 NEWTON_SCHULZ_STEPS = 5
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # running means of each kind of group
 ADAMW_RMS = 0.2  # of the elements of AdamW's updates, which Muon's match (Liu et al. 2025, "Muon is scalable")
-Part = tuple[int, int, int, int]  # of a matrix: rows from, to; columns from, to
+Part = tuple[slice, slice]  # of a matrix: rows, columns
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
@@ -91,8 +91,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
         key = tuple(id(matrix) for matrix, _ in matrices)
         if key not in self.rounds:
             self.rounds[key] = plan_rounds([matrix for matrix, _ in matrices], self.group)
-        for number, update in orthogonalize_all(updates, self.rounds[key], self.group):
-            matrix, group = matrices[number]
+        orthogonalize_all(updates, self.rounds[key], self.group)
+        for (matrix, group), update in zip(matrices, updates, strict=True):
             scale = ADAMW_RMS * math.sqrt(max(matrix.shape))
             weights = local(matrix)
             weights.mul_(1 - group["lr"] * group["weight_decay"])
@@ -106,48 +106,34 @@ class GroupedOptimizer(torch.optim.Optimizer):
         mean.copy_(new)
         return grad.lerp(new, momentum).to(self.dtype)
 
+    def _tensors_of(self, parameter: Tensor) -> tuple[Tensor, ...]:
+        """What an AdamW step takes of a weight: this rank's part, its gradient, running means, and the step."""
+        state = self._state_of(parameter, "adamw")
+        grad: Any = parameter.grad
+        return local(parameter), local(grad), local(state["exp_avg"]), local(state["exp_avg_sq"]), state["step"]
+
     def _step_fused_adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         """By torch's kernel, which takes float32 states only."""
-        states = [self._state_of(parameter, "adamw") for parameter in parameters]
+        if not parameters:
+            return
+        tensors = map(self._tensors_of, parameters)
+        weights, grads, means, squares, steps = map(list, zip(*tensors, strict=True))
         beta1, beta2 = group["betas"]
         adamw(
-            [local(parameter) for parameter in parameters],
-            [local(parameter.grad) for parameter in parameters],  # type: ignore[arg-type]
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            amsgrad=False,
-            maximize=False,
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-        )
+            weights, grads, means, squares, [], steps, fused=True, amsgrad=False, maximize=False, lr=group["lr"],
+            beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
+        )  # fmt: skip
 
     def _step_adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
-        state = self._state_of(parameter, "adamw")
-        state["step"].add_(1)
+        *tensors, step = self._tensors_of(parameter)
+        step.add_(1)
         # What changes with the step is computed on the host, as tensors: a Python number that changes would cause
         # another compilation.
         shrink = torch.tensor(1 - group["lr"] * group["weight_decay"], dtype=torch.float32)
-        rate = group["lr"] / (1 - beta1 ** state["step"])
-        correction = 1 - beta2 ** state["step"]
-        self.update_adamw(
-            local(parameter),
-            local(parameter.grad),  # type: ignore[arg-type]
-            local(state["exp_avg"]),
-            local(state["exp_avg_sq"]),
-            shrink,
-            rate,
-            correction,
-            beta1,
-            beta2,
-            group["eps"],
-        )
+        rate = group["lr"] / (1 - beta1**step)
+        correction = 1 - beta2**step
+        self.update_adamw(*tensors, shrink, rate, correction, beta1, beta2, group["eps"])
 
 
 def local(x: Tensor) -> Tensor:
@@ -199,182 +185,144 @@ def orthogonalize(matrix: Tensor) -> Tensor:
 
 
 class Share(NamedTuple):
-    """A matrix on its way to its owner and back. Ranks are those of the group."""
+    """A matrix that ranks share, and the one of them that computes it: its owner. Ranks are those of the group."""
 
     number: int  # of the matrix
     owner: int
     shape: torch.Size
     parts: dict[int, Part]  # rank → what it holds
-    senders: dict[int, Part]  # of the ranks that hold a part, the nearest to the owner
+    senders: list[int]  # that hold one copy of the matrix between them, the owner's own part included
 
 
 def plan_rounds(matrices: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[list[Share]]:
     """Give each spread matrix an owner, so that all ranks compute about the same. In a round each owns at most one."""
-    spread = {}  # number → matrix
-    for number, matrix in enumerate(matrices):
-        if isinstance(matrix, DTensor):
-            spread[number] = matrix
+    spread = {number: matrix for number, matrix in enumerate(matrices) if isinstance(matrix, DTensor)}
+    work = {number: matrix.numel() * min(matrix.shape) for number, matrix in spread.items()}
     rounds: list[list[Share]] = []
-    load = Counter[int]()  # rank → multiplications
+    load = Counter[int]()  # rank → work
     owned = Counter[int]()  # rank → matrices
-    for number in sorted(spread, key=lambda number: -_work(spread[number])):
+    for number in sorted(work, key=lambda number: -work[number]):
         matrix = spread[number]
-        coordinates, parts = _spread_of(matrix.shape, matrix.device_mesh, matrix.placements, group)
+        parts, copies = _spread_of(matrix.shape, matrix.device_mesh, matrix.placements, group)
         owner = min(parts, key=lambda rank: load[rank])
-        senders = _nearest_holders(owner, coordinates, parts)
+        senders = [rank for rank in parts if copies[rank] == copies[owner]]
         if owned[owner] == len(rounds):
             rounds.append([])
         rounds[owned[owner]].append(Share(number, owner, matrix.shape, parts, senders))
         owned[owner] += 1
-        load[owner] += _work(matrix)
+        load[owner] += work[number]
     return rounds
-
-
-def _work(matrix: Tensor) -> int:
-    return matrix.numel() * min(matrix.shape)
-
-
-def _nearest_holders(owner: int, coordinates: dict[int, tuple[int, ...]], parts: dict[int, Part]) -> dict[int, Part]:
-    """Rank → part, once for each part: of its holders the one that differs from `owner` along the fewest axes."""
-
-    def distance(rank: int) -> int:
-        pairs = zip(coordinates[rank], coordinates[owner], strict=True)
-        return sum(one != other for one, other in pairs)
-
-    holders: dict[Part, int] = {}
-    for rank in sorted(parts, key=distance):
-        holders.setdefault(parts[rank], rank)
-    return {rank: part for part, rank in holders.items()}
 
 
 @lru_cache
 def _spread_of(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...], group: dist.ProcessGroup | None
-) -> tuple[dict[int, tuple[int, ...]], dict[int, Part]]:
-    """Rank of the group → its coordinates in the mesh, and → the part of a matrix that it holds.
+) -> tuple[dict[int, Part], dict[int, list[int]]]:
+    """Rank of the group → the part of a matrix that it holds, and → which copy of the matrix that belongs to.
 
     A matrix is cut into parts of equal size, but for the last. FSDP2 cuts what tp has cut: its cuts, which have a
     `split_factor` then, come last. All of this without tensors, which have no values where the planner counts.
     """
-    coordinates = {}
-    parts = {}
+    parts: dict[int, Part] = {}
+    copies: dict[int, list[int]] = {}
     axis_ranks = [dist.get_process_group_ranks(axis) for axis in mesh.get_all_groups()]
     own = mesh.get_coordinate()
     assert own is not None
-    cut_order = sorted(range(mesh.ndim), key=lambda axis: hasattr(placements[axis], "split_factor"))
+    order = sorted(range(mesh.ndim), key=lambda axis: hasattr(placements[axis], "split_factor"))
     for at in itertools.product(*map(range, mesh.shape)):
         rank = dist.get_rank()
         for ranks, there, here in zip(axis_ranks, at, own, strict=True):
             rank += ranks[there] - ranks[here]
         if group is not None:
             rank = dist.get_group_rank(group, rank)
-        bounds = [(0, shape[0]), (0, shape[1])]
-        for axis in cut_order:
+        held = [range(size) for size in shape]  # rows and columns
+        copies[rank] = []
+        for axis in order:
             dim: int | None = getattr(placements[axis], "dim", None)
-            if dim is not None:
-                bounds[dim] = _cut(*bounds[dim], at[axis], mesh.shape[axis])
-        coordinates[rank] = at
-        parts[rank] = (*bounds[0], *bounds[1])
-    return coordinates, parts
-
-
-def _cut(first: int, last: int, number: int, pieces: int) -> tuple[int, int]:
-    """The bounds of one of the `pieces` from `first` to `last`."""
-    size = -((first - last) // pieces)  # rounded up
-    start = min(first + number * size, last)
-    return start, min(start + size, last)
+            if dim is None:
+                copies[rank].append(at[axis])
+            else:
+                size = -(-len(held[dim]) // mesh.shape[axis])  # rounded up
+                held[dim] = held[dim][at[axis] * size :][:size]
+        rows, columns = held
+        parts[rank] = slice(rows.start, rows.stop), slice(columns.start, columns.stop)
+    return parts, copies
 
 
 def orthogonalize_all(
     updates: Sequence[Tensor], rounds: Sequence[Sequence[Share]], group: dist.ProcessGroup | None
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield (index, this rank's part of the result) for each matrix of whose update this rank has `updates[index]`.
+) -> None:
+    """Make matrices orthogonal, in place. `updates` are this rank's parts of them. Collective in `group`.
 
-    The parts of the next round are on their way while one is computed. Collective in `group`.
+    The parts of the next round are on their way while one is computed.
     """
     spread = {share.number for shares in rounds for share in shares}
     for number, update in enumerate(updates):
         if number not in spread:
-            yield number, orthogonalize(update)
-    arriving = deque[Callable[[], Tensor | None]]()
-    for number in range(len(rounds) + 1):
-        if number < len(rounds):
-            arriving.append(_gather(rounds[number], updates, group))
-        if number > 0:
-            yield from _scatter(rounds[number - 1], arriving.popleft(), updates, group)
-
-
-def _owned(shares: Sequence[Share], group: dist.ProcessGroup | None) -> Share | None:
-    """The matrix of a round that this rank owns, if any."""
-    for share in shares:
-        if share.owner == dist.get_rank(group):
-            return share
-    return None
+            update.copy_(orthogonalize(update))
+    gathers = (_gather(shares, updates, group) for shares in rounds)
+    arriving = next(gathers, None)
+    for shares in rounds:
+        assert arriving is not None
+        matrix, wait = arriving
+        arriving = next(gathers, None)
+        wait()
+        _compute_and_scatter(shares, matrix, updates, group)
 
 
 def _gather(
     shares: Sequence[Share], updates: Sequence[Tensor], group: dist.ProcessGroup | None
-) -> Callable[[], Tensor | None]:
-    """Send this rank's parts to their owners. Returns a function that waits for the matrix of this rank."""
+) -> tuple[Tensor, Callable[[], None]]:
+    """Send this rank's parts to their owners. Returns the matrix that it owns itself, and what waits for its parts."""
     me = dist.get_rank(group)
-    own = _owned(shares, group)
-    outgoing = {share.owner: updates[share.number] for share in shares if me in share.senders}
-    incoming = {}
-    if own is not None:
-        for rank, (top, bottom, left, right) in own.senders.items():
-            incoming[rank] = (bottom - top) * (right - left)
-    wait = _exchange(outgoing, incoming, updates[0].new_empty(0), group)
-
-    def assemble() -> Tensor | None:
-        received = wait()
-        if own is None:
-            return None
-        matrix = updates[0].new_empty(own.shape)
-        for rank, (top, bottom, left, right) in own.senders.items():
-            matrix[top:bottom, left:right] = received[rank].view(bottom - top, right - left)
-        return matrix
-
-    return assemble
-
-
-def _scatter(
-    shares: Sequence[Share],
-    assemble: Callable[[], Tensor | None],
-    updates: Sequence[Tensor],
-    group: dist.ProcessGroup | None,
-) -> Iterator[tuple[int, Tensor]]:
-    """Orthogonalize the matrix of this rank, send its parts to all that hold one, and yield what others send."""
-    me = dist.get_rank(group)
-    own = _owned(shares, group)
-    matrix = assemble()
+    matrix = updates[0].new_empty(0)
     outgoing = {}
-    if own is not None and matrix is not None:
-        result = orthogonalize(matrix)
-        for rank, (top, bottom, left, right) in own.parts.items():
-            outgoing[rank] = result[top:bottom, left:right]
-    wanted = {share.owner: share.number for share in shares if me in share.parts}
-    incoming = {owner: updates[number].numel() for owner, number in wanted.items()}
-    received = _exchange(outgoing, incoming, updates[0].new_empty(0), group)()
-    for owner, number in wanted.items():
-        yield number, received[owner].view(updates[number].shape)
+    incoming = {}
+    for share in shares:
+        if me in share.senders:
+            outgoing[share.owner] = updates[share.number]
+        if me == share.owner:
+            matrix = updates[0].new_empty(share.shape)
+            incoming = {rank: matrix[share.parts[rank]] for rank in share.senders}
+    return matrix, _exchange(outgoing, incoming, updates[0], group)
+
+
+def _compute_and_scatter(
+    shares: Sequence[Share], matrix: Tensor, updates: Sequence[Tensor], group: dist.ProcessGroup | None
+) -> None:
+    """Orthogonalize the matrix of this rank, send its parts to all that hold one, and receive those of others."""
+    me = dist.get_rank(group)
+    outgoing = {}
+    incoming = {}
+    for share in shares:
+        if me in share.parts:
+            incoming[share.owner] = updates[share.number]
+        if me == share.owner:
+            result = orthogonalize(matrix)
+            outgoing = {rank: result[part] for rank, part in share.parts.items()}
+    wait = _exchange(outgoing, incoming, updates[0], group)
+    wait()
 
 
 def _exchange(
-    outgoing: dict[int, Tensor], incoming: dict[int, int], nothing: Tensor, group: dist.ProcessGroup | None
-) -> Callable[[], Sequence[Tensor]]:
-    """Send a tensor to each rank of `outgoing`, and receive as many numbers as `incoming` says, by rank.
+    outgoing: dict[int, Tensor], incoming: dict[int, Tensor], like: Tensor, group: dist.ProcessGroup | None
+) -> Callable[[], None]:
+    """Send a tensor to each rank of `outgoing`. Returns what waits for others' and fills the tensors of `incoming`.
 
-    Returns a function that waits for what each rank sent, flat.
+    All are of the type and on the device of `like`.
     """
+    nothing = like.new_empty(0)
     ranks = range(dist.get_world_size(group))
-    outputs = [outgoing.get(rank, nothing).flatten() for rank in ranks]
-    sizes = [incoming.get(rank, 0) for rank in ranks]
-    received = nothing.new_empty(sum(sizes))
-    sent_sizes = [output.numel() for output in outputs]
-    work: Any = dist.all_to_all_single(received, torch.cat(outputs), sizes, sent_sizes, group=group, async_op=True)
+    sent = [outgoing.get(rank, nothing).flatten() for rank in ranks]
+    sent_sizes = [len(x) for x in sent]
+    sizes = [incoming.get(rank, nothing).numel() for rank in ranks]
+    received = like.new_empty(sum(sizes))
+    work: Any = dist.all_to_all_single(received, torch.cat(sent), sizes, sent_sizes, group=group, async_op=True)
 
-    def wait() -> Sequence[Tensor]:
+    def wait() -> None:
         work.wait()
-        return received.split(sizes)
+        pieces = received.split(sizes)
+        for rank, target in incoming.items():
+            target.copy_(pieces[rank].view(target.shape))
 
     return wait

@@ -1,9 +1,7 @@
 """The optimizer, the learning rate and gradient clipping."""
 
-import dataclasses
 import logging
 import math
-import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,61 +25,35 @@ SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its
 
 
 def check_optim(config: Config, run_folder: Path | None = None) -> None:
-    """Raises ConfigError for means and islands that would not move and, in a run under way, too long a schedule."""
-    optimizer = config.optimizer
+    """Raises ConfigError for islands that would not meet in time and, in a run under way, for too long a schedule."""
     if run_folder is not None:
         _check_schedule(config, run_folder)
-    if optimizer.state_dtype == "bfloat16":
-        _check_decays(optimizer)
+    optimizer = config.optimizer
     kinds = {optimizer.name, *(group.kind for group in optimizer.groups)}
     if config.parallelism.cpu_offload and "muon" in kinds:
         raise ConfigError("parallelism.cpu_offload = true: Muon's matrices are not sent from host to host")
-    if config.checkpoint.enable:
-        _check_meetings("checkpoint.interval", config.checkpoint.interval, config)
-    if config.validation.enable:
-        _check_meetings("validation.interval", config.validation.interval, config)
-
-
-def _check_meetings(name: str, interval: int, config: Config) -> None:
     local_steps = config.parallelism.local_steps
-    if local_steps and interval % local_steps:
-        needed = f"a multiple of parallelism.local_steps = {local_steps}"
-        raise ConfigError(f"{name} = {interval}: must be {needed}")
+    for name, section in (("checkpoint", config.checkpoint), ("validation", config.validation)):
+        if local_steps and section.enable and section.interval % local_steps:
+            needed = f"must be a multiple of parallelism.local_steps = {local_steps}"
+            raise ConfigError(f"{name}.interval = {section.interval}: {needed}")
 
 
 def _check_schedule(config: Config, run_folder: Path) -> None:
     """Say that a schedule was shrunk to fit. Raises ConfigError if it would be shrunk in the middle of a run."""
-    schedule, steps = config.lr_scheduler, config.training.steps
+    schedule = config.lr_scheduler
+    steps = config.training.steps
+    decay_steps = _decay_steps(schedule, steps)
     fitted = fit_schedule(schedule, steps)
-    if fitted == schedule:
+    if fitted == (schedule.warmup_steps, decay_steps):
         return
-    both = f"warmup_steps = {schedule.warmup_steps} and a decay of {decay_length(steps, schedule)} steps"
+    both = f"warmup_steps = {schedule.warmup_steps} and a decay of {decay_steps} steps"
     misfit = f"lr_scheduler.{both} do not fit in training.steps = {steps}"
     first = settings.recorded_config(run_folder) or config
     is_changed = first.lr_scheduler != schedule or first.training.steps != steps
     if config.checkpoint.branch_from or is_changed:
         raise ConfigError(f"{misfit}, and only a new run may shrink them")
-    logger.info(f"{misfit}: in this run they are {fitted.warmup_steps} and {decay_length(steps, fitted)}")
-
-
-def _check_decays(optimizer: settings.Optimizer) -> None:
-    """Refuse running means that would hardly move in bfloat16, of any group. Raises ConfigError."""
-    decays: dict[str, float] = {}
-    for group in (*optimizer.groups, ParameterGroup()):  # the last one is for weights that no other pattern matches
-        for i, beta in enumerate(group.betas):
-            decays[f"optimizer.groups: betas of {group.pattern!r}[{i}]"] = beta
-        if not group.betas:
-            if (group.kind or optimizer.name) == "muon":
-                decays["optimizer.momentum"] = optimizer.momentum
-            if group.kind != "muon":  # Muon leaves to AdamW what is no matrix of a layer
-                decays["optimizer.beta1"] = optimizer.beta1
-                decays["optimizer.beta2"] = optimizer.beta2
-        if group.pattern == "*":
-            break  # later groups get no weights
-    for name, decay in decays.items():
-        if decay > SLOWEST_BFLOAT16:
-            limit = f'must be at most {SLOWEST_BFLOAT16} with optimizer.state_dtype = "bfloat16"'
-            raise ConfigError(f"{name} = {decay}: {limit}")
+    logger.info(f"{misfit}: in this run they are {fitted[0]} and {fitted[1]}")
 
 
 def build_groups(
@@ -116,38 +88,41 @@ def _group_fields(name: str, weight: Tensor, group: ParameterGroup, settings: se
         kind = settings.name
     if kind == "muon" and weight.ndim != 2:
         raise ConfigError(f'optimizer.groups: {group.pattern!r} has kind = "muon", but {name} is no matrix')
-    decay = group.weight_decay
-    if decay < 0:
-        decay = settings.weight_decay if weight.ndim >= 2 else 0.0
-    betas: tuple[float, ...] = (settings.beta1, settings.beta2)
+    weight_decay = group.weight_decay
+    if weight_decay < 0:
+        weight_decay = settings.weight_decay if weight.ndim >= 2 else 0.0
+    betas = {"optimizer.beta1": settings.beta1, "optimizer.beta2": settings.beta2}
     if kind == "muon":
-        betas = (settings.momentum,)
-    if group.betas and len(group.betas) != len(betas):
-        asked = f"betas = {list(group.betas)} of {group.pattern!r}"
-        raise ConfigError(f"optimizer.groups: {asked}: {kind} has {len(betas)}")
+        betas = {"optimizer.momentum": settings.momentum}
+    if group.betas:
+        asked = f"optimizer.groups: betas of {group.pattern!r}"
+        if len(group.betas) != len(betas):
+            raise ConfigError(f"{asked}: {list(group.betas)}, but {kind} has {len(betas)}")
+        betas = {f"{asked}[{i}]": beta for i, beta in enumerate(group.betas)}
+    for key, beta in betas.items():
+        if settings.state_dtype == "bfloat16" and beta > SLOWEST_BFLOAT16:
+            limit = f'must be at most {SLOWEST_BFLOAT16} with optimizer.state_dtype = "bfloat16"'
+            raise ConfigError(f"{key} = {beta}: {limit}")
     return {
         "kind": kind,
         "pattern": group.pattern,
         "lr": settings.lr * group.lr,
         "factor": group.lr,
-        "weight_decay": decay,
-        "betas": tuple(group.betas) or betas,
+        "weight_decay": weight_decay,
+        "betas": tuple(betas.values()),
         "eps": settings.eps,
     }
 
 
 def summarize_groups(model: nn.Module, optimizer: settings.Optimizer) -> list[str]:
     """A line for each group of the whole model's weights, none if all have the usual AdamW. Raises ConfigError."""
-    names = {id(weight): re.sub(r"\.\d+\.", ".*.", name) for name, weight in model.named_parameters()}
+    names = {id(weight): name for name, weight in model.named_parameters()}
     lines = []
     for group in build_groups(model.named_parameters(), optimizer, whole=True):
         weights = group["params"]
-        which = sorted({names[id(weight)] for weight in weights})
-        if len(which) > 2:
-            which = [*which[:2], f"{len(which) - 2} more"]
         numbers = sum(weight.numel() for weight in weights)
         settings = f"{group['kind']}, lr {group['lr']:g}, decay {group['weight_decay']:g}"
-        lines.append(f"optimizer: {settings}: {len(weights)} weights, {numbers:,} numbers: {', '.join(which)}")
+        lines.append(f"optimizer: {settings}: {numbers:,} numbers in {len(weights)}, from {names[id(weights[0])]} on")
     return lines if optimizer.groups or optimizer.name != "adamw" else []
 
 
@@ -207,45 +182,42 @@ class OuterOptimizer:
         self.momentum = momentum
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.anchors: list[Tensor] = []  # the weights of the last meeting
-        self.steps_alone = 0
+        self.apart = False  # whether an island has updated its weights since they met
 
     def begin(self) -> None:
         """Note the weights, which all islands share after a load and before any step."""
         self.anchors = [local(parameter).clone() for parameter in self.parameters]
 
-    def count_step(self) -> None:
-        """Note that each island has updated its weights."""
-        self.steps_alone += 1
-
     @torch.no_grad()
     def meet(self) -> None:
         """Bring the islands to the same weights, if they have trained since they met. Collective."""
-        if self.steps_alone == 0:
+        if not self.apart:
             return
-        self._allocate_momentum()
         for anchor, parameter in zip(self.anchors, self.parameters, strict=True):
             weights = local(parameter)
             state = self.optimizer.state[parameter]
             change = _mean_of_islands(anchor - weights, self.islands)
-            momentum = local(state["outer_momentum"])
+            momentum = local(self._momentum_of(parameter))
             momentum.mul_(self.momentum).add_(change)
             anchor.sub_(change.add_(momentum, alpha=self.momentum), alpha=self.lr)
             weights.copy_(anchor)
             for name in sorted(state):
                 if name != "outer_momentum" and state[name].ndim > 0:  # AdamW's means; not its step
                     _mean_of_islands(local(state[name]), self.islands)
-        self.steps_alone = 0
+        self.apart = False
 
     def allocate_state(self) -> None:
         """Give every weight the state of the optimizer and the outer momentum, for a load to fill."""
         allocate_state(self.optimizer)
-        self._allocate_momentum()
-
-    def _allocate_momentum(self) -> None:
         for parameter in self.parameters:
-            state = self.optimizer.state[parameter]
-            if "outer_momentum" not in state:
-                state["outer_momentum"] = torch.zeros_like(parameter)
+            self._momentum_of(parameter)
+
+    def _momentum_of(self, parameter: Tensor) -> Tensor:
+        """The outer momentum of a weight; zeros at first."""
+        state = self.optimizer.state[parameter]
+        if "outer_momentum" not in state:
+            state["outer_momentum"] = torch.zeros_like(parameter)
+        return state["outer_momentum"]
 
 
 def _mean_of_islands(value: Tensor, islands: DeviceMesh) -> Tensor:
@@ -254,14 +226,24 @@ def _mean_of_islands(value: Tensor, islands: DeviceMesh) -> Tensor:
     return value.div_(islands.size())
 
 
-def fit_schedule(schedule: settings.LRScheduler, steps: int) -> settings.LRScheduler:
-    """The schedule. If warm-up and decay take more than all steps, as in a short trial, both shrink in proportion."""
-    decay_steps = decay_length(steps, schedule)
-    both = schedule.warmup_steps + decay_steps
-    if both <= steps:
-        return schedule
-    warmup_steps = schedule.warmup_steps * steps // both
-    return dataclasses.replace(schedule, warmup_steps=warmup_steps, decay_steps=steps - warmup_steps)
+def fit_schedule(schedule: settings.LRScheduler, steps: int) -> tuple[int, int]:
+    """Steps of warm-up and of decay. If both exceed `steps`, as in a short trial, they shrink in proportion."""
+    warmup_steps = schedule.warmup_steps
+    decay_steps = _decay_steps(schedule, steps)
+    both = warmup_steps + decay_steps
+    if both > steps:
+        warmup_steps = warmup_steps * steps // both
+        decay_steps = steps - warmup_steps
+    return warmup_steps, decay_steps
+
+
+def _decay_steps(schedule: settings.LRScheduler, steps: int) -> int:
+    """Steps at the end of a run in which the rate falls, as asked for."""
+    if schedule.schedule == "wsd":
+        return schedule.decay_steps or round(schedule.decay_fraction * steps)
+    if schedule.schedule == "cosine":
+        return max(0, steps - schedule.warmup_steps)
+    return 0
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRScheduler) -> float:
@@ -272,13 +254,13 @@ def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRSched
     (Hägele et al. 2024), or as half a cosine; `cosine` does that from the end of the warm-up (Loshchilov and Hutter
     2017).
     """
-    schedule = fit_schedule(schedule, steps)
-    if step <= schedule.warmup_steps:
-        return peak * step / schedule.warmup_steps
-    decay_steps = decay_length(steps, schedule)
-    done = 0.0  # share of the decay
-    if decay_steps:
-        done = max(0.0, 1 - (steps - step) / decay_steps)
+    warmup_steps, decay_steps = fit_schedule(schedule, steps)
+    if step <= warmup_steps:
+        return peak * step / warmup_steps
+    left = steps - step
+    if left >= decay_steps:
+        return peak
+    done = 1 - left / decay_steps  # share of the decay
     if schedule.schedule == "cosine" or schedule.decay == "cosine":
         share = 0.5 * (1 + math.cos(math.pi * done))
     elif schedule.decay == "sqrt":
@@ -286,15 +268,6 @@ def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRSched
     else:
         share = 1 - done
     return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * share)
-
-
-def decay_length(steps: int, schedule: settings.LRScheduler) -> int:
-    """Steps at the end of a run in which the rate falls."""
-    if schedule.schedule == "wsd":
-        return schedule.decay_steps or round(schedule.decay_fraction * steps)
-    if schedule.schedule == "cosine":
-        return max(0, steps - schedule.warmup_steps)
-    return 0
 
 
 def due(step: int, interval: int, steps: int) -> bool:

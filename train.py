@@ -168,7 +168,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 with watchdog.section("optimizer"):
                     optimizer.step()
                 if islands:
-                    islands.count_step()
+                    islands.apart = True
                 terms = dict(zip(names, other_terms, strict=True))
                 metrics.add(step, loss, grad_norm, rates, data.wait_seconds, terms)
             else:  # no update; everything else goes on

@@ -54,23 +54,17 @@ class ParallelDims:
             )
         if parallelism.local_steps and dp_replicate == 1:
             raise ConfigError(f"parallelism.local_steps = {parallelism.local_steps}: needs dp_replicate above 1")
-        islands = dp_replicate if parallelism.local_steps else 1
-        dims = cls(dp_replicate, dp_shard, cp, tp, pp, islands)
-        dims._check_groups(parallelism)
-        return dims
-
-    def _check_groups(self, parallelism: Parallelism) -> None:
-        group = parallelism.reshard_group_size
-        if not group:
-            return
         # With pp, weights stay gathered. FSDP2's groups support neither tp's DTensors nor islands' ranks.
-        possible = parallelism.reshard_after_forward and self.tp == self.pp == 1 and not parallelism.local_steps
-        divides = 1 < group < self.shards and self.shards % group == 0
-        if not possible or not divides:
+        group = parallelism.reshard_group_size
+        possible = parallelism.reshard_after_forward and tp == pp == 1 and not parallelism.local_steps
+        shards = dp_shard * cp
+        if group and not (possible and 1 < group < shards and shards % group == 0):
             raise ConfigError(
-                f"parallelism.reshard_group_size = {group}: must divide the {self.shards} ranks that share the weights "
+                f"parallelism.reshard_group_size = {group}: must divide the {shards} ranks that share the weights "
                 "into smaller groups, and needs reshard_after_forward = true, pp = 1, tp = 1 and local_steps = 0"
             )
+        islands = dp_replicate if parallelism.local_steps else 1
+        return cls(dp_replicate, dp_shard, cp, tp, pp, islands)
 
     def __str__(self) -> str:
         words = []

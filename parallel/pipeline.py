@@ -188,13 +188,9 @@ def check_pipeline(config: Config, n_layers: int) -> None:
     if n_layers < n_stages:
         raise ConfigError(f"parallelism.pp = {settings.pp}: n_layers = {n_layers} are too few for {n_stages} stages")
     microbatches, rest = divmod(batch, settings.pp_microbatch_size)
-    fits = not rest and microbatches >= settings.pp
-    needed = "a whole number, at least"
-    if settings.pp_schedule != "1F1B":
-        fits = not rest and microbatches % settings.pp == 0
-        needed = "a multiple of"
-    if not fits:
+    in_turns = settings.pp_schedule != "1F1B"
+    if rest or microbatches < settings.pp or (in_turns and microbatches % settings.pp):
         raise ConfigError(
             f"training.local_batch_size / parallelism.pp_microbatch_size = {batch} / {settings.pp_microbatch_size}: "
-            f"must be {needed} parallelism.pp = {settings.pp} with {settings.pp_schedule}"
+            f"must be a whole number, at least parallelism.pp = {settings.pp}; with Interleaved1F1B a multiple of it"
         )

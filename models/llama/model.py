@@ -315,22 +315,15 @@ class Llama(nn.Module):
         if self.norm is None:
             return h
         h = self.norm(h)
+        if self.output is not None:
+            result = self.output(h) if loss is None else self.output(h, loss)
+        else:
+            assert self.tok_embeddings is not None, "tied: one weight at both ends"
+            weight = self.tok_embeddings.weight
+            result = Output.compute(h, weight) if loss is None else loss(h, weight, Output.compute)
         if loss is not None:
-            return self._compute_loss(h, loss)
-        logits = self._compute_logits(h)
-        return logits.view(-1, positions.shape[1], logits.shape[-1])
-
-    def _compute_logits(self, h: Tensor) -> Tensor:
-        if self.output is not None:
-            return self.output(h)
-        assert self.tok_embeddings is not None, "tied: one weight at both ends"
-        return Output.compute(h, self.tok_embeddings.weight)
-
-    def _compute_loss(self, h: Tensor, loss: Callable[..., Tensor]) -> Tensor:
-        if self.output is not None:
-            return self.output(h, loss)
-        assert self.tok_embeddings is not None, "tied: one weight at both ends"
-        return loss(h, self.tok_embeddings.weight, Output.compute)
+            return result
+        return result.view(-1, positions.shape[1], result.shape[-1])
 
     def init_std(self, name: str) -> float | None:
         """Standard deviation of the initial values of parameter `name`; None for norms, which start at 1.
