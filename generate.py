@@ -104,8 +104,7 @@ def generate(
             positions_B1 = positions_B1[left]
             draws_BT = draws_BT[left]
             for cache in caches:
-                cache.k = cache.k[left]
-                cache.v = cache.v[left]
+                cache.kv = cache.kv[left]
         positions_B1 = positions_B1 + 1
 
 

@@ -118,13 +118,12 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         parts = spec.apply_parallelism(model, mesh, config)
         set_timeout(config.comm.init_timeout_seconds)
         del model  # a pipeline holds only parts of it
-        host = torch.device("cpu")
         for part in parts:
-            init_weights(part, host if config.parallelism.cpu_offload else device, config.run.seed, watchdog.alive)
+            init_weights(
+                part, torch.device("cpu") if config.parallelism.cpu_offload else device, config.run.seed, watchdog.alive
+            )
         loss_fn = build_loss(config.compile, mesh, training.z_loss)
-        chunked = None
-        if chunks > 1:
-            chunked = build_chunked_loss(config.compile, mesh, chunks, training.z_loss)
+        chunked = build_chunked_loss(config.compile, mesh, chunks, training.z_loss) if chunks > 1 else None
         compute = build_compute(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
         parameters = [parameter for part in parts for parameter in part.parameters()]
         group = dims.build_update_group() if groups else None

@@ -46,10 +46,8 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
         reshard = settings.reshard_group_size
     # Modules under tensor parallelism return views; nothing changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    for group in groups[:-1]:
-        fully_shard(group, reshard_after_forward=reshard, **options)
-    for group in groups[-1:]:
-        fully_shard(group, reshard_after_forward=False, **options)
+    for group in groups:
+        fully_shard(group, reshard_after_forward=group is not groups[-1] and reshard, **options)
     fully_shard(model, reshard_after_forward=False, **options)
 
     for module in model.modules():

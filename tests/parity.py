@@ -6,8 +6,8 @@ import dataclasses
 import functools
 import gc
 import json
+import math
 import shutil
-import statistics
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -43,6 +44,7 @@ from models.llama.model import Llama, LlamaConfig
 from optim import build_optimizer, clip_grad_norm_
 from parallel.fsdp import reshard
 from run.processes import from_rank_0
+from tests.harness import run_ranks
 
 VOCAB = 256
 SEQ_LEN = 32
@@ -53,10 +55,10 @@ MAX_NORM = 0.5
 SEED = 7
 STEPS = 5  # that parity tests compare
 UNTRAINED = 4  # the step of whose labels none is trained
-LOG_INTERVAL = 2
 VALIDATION_INTERVAL = 3
 HELD_OUT = 1000  # the step whose data is held out
 CPU = torch.device("cpu")
+EXACT = (1e-6, 1e-5)  # tolerances of losses and of gradients
 
 
 def step_data(step: int, seq_len: int = SEQ_LEN) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,16 +108,15 @@ def plain_run(
     init_weights(model, torch.device(home or device), seed=SEED)
     model.to(device)
     weights = dict(model.named_parameters())
-    init = {n: p.detach().clone() for n, p in weights.items()}
-    inner = [p for n, p in model.named_parameters() if muon and n.startswith("layers.") and p.ndim > 1]
-    matrices = {id(p) for p in inner}
-    decayed = [p for p in model.parameters() if p.ndim > 1 and id(p) not in matrices]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": others, "weight_decay": 0.0}],
-        lr=LR, betas=(0.9, 0.95), weight_decay=0.1, foreach=False, fused=False,
-    )  # fmt: skip
-    torchs_muon = torch.optim.Muon(inner, lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw") if muon else None
+    matrices = {n: p for n, p in weights.items() if muon and n.startswith("layers.") and p.ndim > 1}
+    groups = [
+        {"params": [p for n, p in weights.items() if p.ndim > 1 and n not in matrices]},
+        {"params": [p for p in weights.values() if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), weight_decay=0.1, foreach=False, fused=False)
+    optimizers: list[Any] = [adamw]
+    if muon:
+        optimizers.append(torch.optim.Muon(matrices.values(), lr=LR, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"))
 
     def summed_loss(low: Llama, step: int, rows: slice = slice(None)) -> torch.Tensor:  # the cross-entropy, z
         given = *step_data(step, seq_len), step_positions(step, seq_len)
@@ -124,6 +125,7 @@ def plain_run(
         squares = logits[labels.flatten() != IGNORED].exp().sum(1).log().square().sum()
         return torch.stack((F.cross_entropy(logits, labels.flatten(), reduction="sum"), z_loss * squares))
 
+    init = {n: p.detach().clone() for n, p in weights.items()}
     result: dict[str, Any] = {"init": init, "losses": {}, "z_losses": {}, "norms": {}, "validation_losses": {}}
     for step in range(1, steps + 1):
         n_tokens = int((step_data(step, seq_len)[1] != IGNORED).sum())
@@ -147,11 +149,12 @@ def plain_run(
         result["norms"][step] = norm
         if n_tokens:
             result["losses"][step], result["z_losses"][step] = loss.tolist()
-        optimizer.step()
-        if torchs_muon:
-            in_float32 = mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone)
-            with in_float32 if device == "cpu" and dtype is torch.float32 else contextlib.nullcontext():
-                torchs_muon.step()
+        in_float32: Any = contextlib.nullcontext()
+        if device == "cpu" and dtype is torch.float32:
+            in_float32 = mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone)  # which Muon calls
+        with in_float32:
+            for optimizer in optimizers:
+                optimizer.step()
         model.zero_grad()
         with torch.no_grad():
             held_out_tokens = (step_data(HELD_OUT, seq_len)[1] != IGNORED).sum()
@@ -297,7 +300,7 @@ def config_for(
 ) -> Config:
     return Config(
         data=Data(mask_documents=documents),
-        metrics=Metrics(log_interval=LOG_INTERVAL, log_ranks=(), tensorboard=False),
+        metrics=Metrics(log_interval=1, log_ranks=(), tensorboard=False),
         validation=Validation(interval=VALIDATION_INTERVAL),
         checkpoint=Checkpoint(enable=False),
         lr_scheduler=LRScheduler(warmup_steps=0, decay_fraction=0.0),
@@ -321,28 +324,17 @@ def close(
     expected: dict[str, Any],
     loss_tolerance: float = 1e-6,
     grad_tolerance: float | None = None,
-    starts: tuple[int, ...] = (0,),
 ) -> None:
     """A run against `plain_run`: its losses and norms, the first step's gradients, the weights at the end.
 
-    The initial weights must be equal bit for bit. A loss is the mean since the row before or the last of `starts`.
+    The initial weights must be equal bit for bit.
     """
-    for key, tolerance in (("losses", 1), ("validation_losses", 1), ("norms", 100)):
-        plain = {step: expected[key].get(step) for step in actual[key]}
-        if key == "losses":
-            begins = sorted({*starts, *plain})
-            for step in [*plain]:
-                since = range(max(before for before in begins if before < step) + 1, step + 1)
-                trained = [expected[key][one] for one in since if one in expected[key]]
-                if trained:
-                    plain[step] = statistics.fmean(trained)
-                else:  # the row is an earlier start's, which logged more steps together
-                    del plain[step]
-        for step in plain:
-            value = actual[key][step]
-            assert abs(value - plain[step]) <= tolerance * loss_tolerance * plain[step], (key, actual[key], plain)
     every = range(VALIDATION_INTERVAL, actual["steps"], VALIDATION_INTERVAL)
-    assert set(actual["validation_losses"]) == {*every, actual["steps"]}
+    assert actual["validation_losses"].keys() == {*every, actual["steps"]}
+    assert actual["losses"].keys() == expected["losses"].keys()
+    for key, tolerance in (("losses", 1), ("validation_losses", 1), ("norms", 100)):
+        plain = {step: expected[key][step] for step in actual[key]}
+        assert actual[key] == pytest.approx(plain, rel=tolerance * loss_tolerance, abs=0), key
     for name, grad in actual["grads"].items():
         atol = (grad_tolerance or 10 * loss_tolerance) * expected["grads"][name].abs().max().item()
         torch.testing.assert_close(grad, expected["grads"][name], rtol=0, atol=atol, msg=name)
@@ -350,3 +342,34 @@ def close(
         assert torch.equal(actual["init"][name], expected["init"][name]), name
         # As a whole: AdamW turns the rounding of a gradient near zero into a step of its own.
         assert (weight - expected["weights"][name]).norm() < 1e3 * loss_tolerance * weight.norm(), name
+
+
+Case = tuple[Config, dict[str, Any], tuple[float, float], int]
+
+
+def case(
+    plain: dict[str, Any] | None = None,
+    tolerances: tuple[float, float] = EXACT,
+    batches: int = 1,
+    dp_replicate: int = 1,
+    dp_shard: int = 1,
+    **options: Any,
+) -> Case:
+    """A run, what the plain loop needs for the same, tolerances, batches of a step."""
+    return config_for(dp_replicate, dp_shard, **options), plain or {}, tolerances, batches
+
+
+def compare(config: Config, plain: dict[str, Any], tolerances: tuple[float, float], batches: int) -> None:
+    """A run on forked ranks against a plain loop. Every parameter has a gradient on some rank. A z-loss is logged."""
+    settings = config.parallelism
+    world_size = math.prod((settings.dp_replicate, settings.dp_shard, settings.cp, settings.tp, settings.pp))
+    model = {key: plain[key] for key in ("tie_embeddings", "n_layers", "hidden_dim") if key in plain}
+    expected = plain_run(STEPS, **plain)
+    seen = set[str]()
+    for result in run_ranks(world_size, functools.partial(our_run, **model), config, STEPS, batches):
+        close(result, expected, *tolerances)
+        seen |= result["grads"].keys()
+        if "z_loss" in plain:
+            logged = {row["step"]: row["z_loss"] for row in result["rows"]}
+            assert logged == pytest.approx(expected["z_losses"], rel=1e-5)
+    assert seen == expected["grads"].keys()

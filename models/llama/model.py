@@ -67,23 +67,19 @@ class KVCache:
     """
 
     def __init__(self) -> None:
-        self.k = torch.empty(0)
-        self.v = torch.empty(0)
+        self.kv = torch.empty(0)  # [B, 2 K, T, H], first all keys
 
-    def store(self, k_BKSH: Tensor, v_BKSH: Tensor, positions_BS: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def store(self, k_BKSH: Tensor, v_BKSH: Tensor, positions_BS: Tensor, length: int) -> tuple[Tensor, ...]:
         """Store keys and values at `positions_BS`; return the first `length` places, [B, K, T, H]."""
-        B, K, _, H = k_BKSH.shape
-        if not self.k.numel():
-            self.k = k_BKSH.new_zeros(B, K, 0, H)
-            self.v = k_BKSH.new_zeros(B, K, 0, H)
-        missing = length - self.k.shape[2]
+        new = torch.cat((k_BKSH, v_BKSH), dim=1)
+        stored = self.kv if self.kv.numel() else new[:, :, :0]
+        missing = length - stored.shape[2]
         if missing > 0:  # zeros, since even a masked position must not hold NaN
-            self.k = F.pad(self.k, (0, 0, 0, missing))
-            self.v = F.pad(self.v, (0, 0, 0, missing))
-        rows_B1 = torch.arange(B, device=k_BKSH.device)[:, None]
-        self.k[rows_B1, :, positions_BS] = k_BKSH.transpose(1, 2)
-        self.v[rows_B1, :, positions_BS] = v_BKSH.transpose(1, 2)
-        return self.k[:, :, :length], self.v[:, :, :length]
+            stored = F.pad(stored, (0, 0, 0, missing))
+        rows_B1 = torch.arange(len(new), device=new.device)[:, None]
+        stored[rows_B1, :, positions_BS] = new.transpose(1, 2)
+        self.kv = stored
+        return stored[:, :, :length].chunk(2, dim=1)
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:

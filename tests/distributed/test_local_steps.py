@@ -42,11 +42,10 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
     """One model for each island in one process, brought together by torch's own SGD with Nesterov momentum."""
     config = load_config(arguments)
     training = config.training
-    loaders = [DataLoader(config, island, ISLANDS, pin_memory=False) for island in range(ISLANDS)]
-    _, flavor = find_model(config.model, loaders[0].vocab_size)
-    models = [Llama(flavor) for _ in range(ISLANDS)]
-    optimizers = []
-    for model in models:
+    islands = []
+    for island in range(ISLANDS):
+        loader = DataLoader(config, island, ISLANDS, pin_memory=False)
+        model = Llama(find_model(config.model, loader.vocab_size)[1])
         init_weights(model, torch.device("cpu"), seed=config.run.seed)
         if config.float8.enable:  # torchao's layers as they are: nothing gathered, no scale computed ahead
             convert_to_float8(model, dataclasses.replace(config.float8, fsdp_all_gather="off"))
@@ -54,46 +53,43 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
             {"params": [p for p in model.parameters() if p.ndim > 1]},
             {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
         ]
-        optimizers.append(torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1, foreach=False, fused=False))
-    common = [p.detach().clone().requires_grad_() for p in models[0].parameters()]
+        adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), weight_decay=0.1, foreach=False, fused=False)
+        islands.append((loader, model, adamw))
+    common = [p.detach().clone().requires_grad_() for p in model.parameters()]
     outer = torch.optim.SGD(common, lr=0.7, momentum=0.9, nesterov=True)
-    losses, norms = [], list[float]()
-    for step in range(1, training.steps + 1):
-        of_islands = []
-        for loader, model, optimizer in zip(loaders, models, optimizers, strict=True):
+    losses = torch.zeros(training.steps)
+    norms = torch.zeros(training.steps)
+    for step in range(training.steps):
+        for loader, model, optimizer in islands:
             batches = list(loader.next_step())
             n_tokens = sum((batch.labels != IGNORED).sum() for batch in batches)
-            total = torch.zeros(())
             for batch in batches:
                 logits = model(batch.tokens)
                 loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / n_tokens
                 loss.backward()
-                total += loss.detach()
-            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_norm).item())
+                losses[step] += loss.detach() / ISLANDS
+            norms[step] += torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_norm) / ISLANDS
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, training.steps, config.optimizer.lr, config.lr_scheduler)
+                group["lr"] = learning_rate(step + 1, training.steps, config.optimizer.lr, config.lr_scheduler)
             optimizer.step()
             optimizer.zero_grad()
-            of_islands.append(total.item())
-        losses.append(sum(of_islands) / ISLANDS)
-        if step % LOCAL_STEPS == 0:
-            for i, weight in enumerate(common):
-                own = [list(model.parameters())[i] for model in models]
-                weight.grad = weight.detach() - torch.stack([p.detach() for p in own]).mean(0)
-            outer.step()
-            for i, weight in enumerate(common):
-                own = [list(model.parameters())[i] for model in models]
-                states = [optimizer.state[p] for optimizer, p in zip(optimizers, own, strict=True)]
-                for key in ("exp_avg", "exp_avg_sq"):
-                    mean = torch.stack([state[key] for state in states]).mean(0)
-                    for state in states:
-                        state[key].copy_(mean)
-                for p in own:
-                    p.data.copy_(weight.detach())
-    for loader in loaders:
+        if (step + 1) % LOCAL_STEPS:
+            continue
+        rows = list(zip(common, *(model.parameters() for _, model, _ in islands), strict=True))
+        for weight, *own in rows:
+            weight.grad = weight.detach() - torch.stack([p.detach() for p in own]).mean(0)
+        outer.step()
+        for weight, *own in rows:
+            for p in own:
+                p.data.copy_(weight.detach())
+            for key in ("exp_avg", "exp_avg_sq"):
+                states = [optimizer.state[p][key] for (_, _, optimizer), p in zip(islands, own, strict=True)]
+                mean = torch.stack(states).mean(0)
+                for state in states:
+                    state.copy_(mean)
+    for loader, _, _ in islands:
         loader.close()
-    norms = [sum(norms[i : i + ISLANDS]) / ISLANDS for i in range(0, len(norms), ISLANDS)]
-    return {"losses": losses, "norms": norms, "weights": dict(models[0].named_parameters())}
+    return {"losses": losses.tolist(), "norms": norms.tolist(), "weights": dict(model.named_parameters())}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
