@@ -17,7 +17,7 @@ from tools.audit import prove
 from tools.verify import verify_checkpoints
 
 WALKS = int(os.environ.get("WALKS", "0"))  # 0: the same few each time
-FEW = (1, 3)  # between them DDP, FSDP, TP, CP and PP
+FEW = (10, 16)  # between them DDP, FSDP, TP, CP and PP
 STEPS = 9
 MOST_RANKS = 6
 TRIES = 100  # of a layout: what does not fit together is refused
