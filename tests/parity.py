@@ -62,12 +62,12 @@ EXACT = (1e-6, 1e-5)  # tolerances of losses and of gradients
 
 
 def step_data(step: int, seq_len: int = SEQ_LEN) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels of a global batch. Some labels are not trained, unevenly over the samples; UNTRAINED: none."""
+    """Tokens and labels of a global batch. Some are not trained, unevenly over samples and steps; UNTRAINED: none."""
     generator = torch.Generator().manual_seed(100 + step)
     stream = torch.randint(0, VOCAB, (GLOBAL_BATCH, seq_len + 1), generator=generator)
     tokens = stream[:, :-1]
     labels = stream[:, 1:].clone()
-    labels[: GLOBAL_BATCH // 3, : seq_len // 2] = IGNORED
+    labels[: GLOBAL_BATCH // 3, : seq_len // 2 + step % 8] = IGNORED
     if step == UNTRAINED:
         labels[:] = IGNORED
     return tokens, labels

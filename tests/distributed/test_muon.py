@@ -1,8 +1,6 @@
 """Muon: in every layout as torch's own in one process; what it sends; groups of weights."""
 
 import shutil
-from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,27 +18,24 @@ from config import ConfigError, Optimizer, from_dict, load_config, to_toml
 from muon import GroupedOptimizer, orthogonalize
 from optim import build_groups, build_optimizer, set_learning_rate
 from tests.harness import run_ranks
-from tests.parity import STEPS, close, config_for, our_run, plain_run
+from tests.parity import case, compare, config_for, our_run, plain_run
 from tests.runs import column, final_weights, flat, launch, run, same
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "one rank": {},
-    "FSDP 4, uneven": {"dp_shard": 4},
-    "HSDP 2 x 2": {"dp_replicate": 2, "dp_shard": 2},
-    "TP 2": {"tp": 2},
-    "FSDP 2 x TP 2, uneven": {"dp_shard": 2, "tp": 2},
-    "FSDP 2 x PP 2": {"dp_shard": 2, "pp": 2, "pp_microbatch_size": 2},
+MUON = {"muon": True}
+UNEVEN = {"muon": True, "hidden_dim": 110}
+LAYOUTS = {
+    "one rank": case(MUON, optimizer="muon"),
+    "FSDP 4, uneven": case(UNEVEN, optimizer="muon", dp_shard=4),
+    "HSDP 2 x 2": case(MUON, optimizer="muon", dp_replicate=2, dp_shard=2),
+    "TP 2": case(MUON, optimizer="muon", tp=2),
+    "FSDP 2 x TP 2, uneven": case(UNEVEN, optimizer="muon", dp_shard=2, tp=2),
+    "FSDP 2 x PP 2": case({**MUON, "n_layers": 3}, optimizer="muon", dp_shard=2, pp=2, pp_microbatch_size=2),
 }
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_as_torchs_muon_in_one_process(layout: str) -> None:
-    sizes = {"dp_replicate": 1, "dp_shard": 1} | LAYOUTS[layout]
-    ranks = prod(value for key, value in sizes.items() if key != "pp_microbatch_size")
-    shape = {"hidden_dim": 110} if "uneven" in layout else {"n_layers": 3} if "PP" in layout else {}
-    expected = plain_run(STEPS, muon=True, **shape)
-    for result in run_ranks(ranks, partial(our_run, **shape), config_for(**sizes, optimizer="muon"), STEPS, 1):
-        close(result, expected)
+    compare(*LAYOUTS[layout])
 
 
 def test_a_run_in_bfloat16_orthogonalizes_in_bfloat16() -> None:
@@ -150,24 +145,21 @@ GROUPS = '[{pattern = "*norm*", lr = 0.5}, {pattern = "layers.1.*", weight_decay
 
 
 def test_groups_are_chosen_by_the_first_pattern() -> None:
-    words = ["--optimizer.name=muon", "--optimizer.lr=0.1", f"--optimizer.groups={GROUPS}"]
-    config = load_config(words)
+    config = load_config(["--optimizer.name=muon", "--optimizer.lr=0.1", f"--optimizer.groups={GROUPS}"])
     assert from_dict(tomllib.loads(to_toml(config))) == config
-    shapes = {
-        "tok_embeddings.weight": (8, 4), "layers.0.wq.weight": (4, 4), "layers.0.norm.weight": (4,),
-        "layers.1.wq.weight": (4, 4), "layers.1.norm.weight": (4,), "norm.weight": (4,), "output.weight": (8, 4),
-    }  # fmt: skip
-    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    names = {id(weight): name for name, weight in weights.items()}
-    found = {
-        names[id(weight)]: (group["kind"], group["lr"], group["weight_decay"], group["betas"][0])
-        for group in build_groups(weights.items(), config.optimizer, whole=True)
-        for weight in group["params"]
+    expected = {  # kind, rate, decay, first beta
+        "tok_embeddings.weight": ("adamw", 0.1, 0.1, 0.9),
+        "layers.0.wq.weight": ("muon", 0.1, 0.1, 0.95),
+        "layers.0.norm.weight": ("adamw", 0.05, 0.0, 0.9),
+        "layers.1.wq.weight": ("muon", 0.1, 0.0, 0.8),
+        "layers.1.norm.weight": ("adamw", 0.05, 0.0, 0.9),
+        "output.weight": ("adamw", 0.1, 0.1, 0.9),
     }
-    others = dict.fromkeys(("tok_embeddings.weight", "output.weight"), ("adamw", 0.1, 0.1, 0.9))
-    norms = dict.fromkeys((name for name in shapes if "norm" in name), ("adamw", 0.05, 0.0, 0.9))
-    layers = {"layers.0.wq.weight": ("muon", 0.1, 0.1, 0.95), "layers.1.wq.weight": ("muon", 0.1, 0.0, 0.8)}
-    assert found == others | norms | layers
+    weights = {name: torch.zeros(4) if "norm" in name else torch.zeros(4, 4) for name in expected}
+    groups = build_groups(weights.items(), config.optimizer, whole=True)
+    for name, weight in weights.items():
+        (group,) = (group for group in groups if any(weight is own for own in group["params"]))
+        assert (group["kind"], group["lr"], group["weight_decay"], group["betas"][0]) == expected[name], name
     model = nn.ModuleDict({"norm": nn.RMSNorm(4), "other": nn.Linear(4, 4)})
     assert set_learning_rate(build_optimizer([model], config.optimizer), 0.4) == {"lr": 0.4, "lr/*norm*": 0.2}
 

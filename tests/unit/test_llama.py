@@ -40,6 +40,7 @@ LLAMA3_ROPE = {
 }
 FAMILIES = {
     "llama2": {"num_attention_heads": 4, "num_key_value_heads": 4, "rope_theta": 10_000.0},
+    "llama3": {"num_attention_heads": 8, "num_key_value_heads": 2, "rope_theta": 500_000.0},
     "llama3.1": {
         "num_attention_heads": 8,
         "num_key_value_heads": 2,
@@ -176,6 +177,7 @@ def gradients_of_normed_heads(block_plan: dict[str, ParallelStyle] | None) -> di
     """The norms' gradients, by tensor parallelism over all ranks if there is a plan; or what it says against it."""
     with torch.device("meta"):
         part: Any = NormedHeads(dataclasses.replace(FLAVORS["tiny"], vocab_size=64))
+    part.norm.weight.requires_grad_(False)
     if block_plan:
         config = Config(parallelism=Parallelism(tp=2), training=Training(param_dtype="float32"))
         mesh = ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu")
@@ -185,6 +187,7 @@ def gradients_of_normed_heads(block_plan: dict[str, ParallelStyle] | None) -> di
             return str(error)
     init_weights(part, torch.device("cpu"), seed=0)
     part(torch.arange(32).view(2, 16)).square().sum().backward()  # of this rank's columns
+    assert part.norm.weight.grad is None, "it stays frozen"
     grads = {name: weight.grad for name, weight in part.named_parameters() if "q_norm" in name}
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
 
