@@ -265,8 +265,6 @@ class Parallelism:
     """With reshard_after_forward: until backward, shard weights over groups of this many ranks. 0: over all ranks."""
     sync_every_microbatch: bool = True
     """Sum gradients over the shards after each microbatch. False: after the last: less traffic, more memory."""
-    prefetch_layers: Count = 0
-    """Blocks to gather ahead of the one that computes. 0: FSDP2's default, one block ahead, in backward only."""
     reduce_scatter: Literal["backend", "all_to_all"] = "backend"
     """How FSDP2 sums gradients. `all_to_all` exchanges pieces and sums in float32: half the bytes of gloo's on CPU."""
     local_steps: Count = 0

@@ -122,7 +122,8 @@ def summarize_groups(model: nn.Module, optimizer: settings.Optimizer) -> list[st
         weights = group["params"]
         numbers = sum(weight.numel() for weight in weights)
         settings = f"{group['kind']}, lr {group['lr']:g}, decay {group['weight_decay']:g}"
-        lines.append(f"optimizer: {settings}: {numbers:,} numbers in {len(weights)}, from {names[id(weights[0])]} on")
+        which = f"{len(weights)} weights, such as {names[id(weights[0])]}"
+        lines.append(f"optimizer: {settings}: {numbers:,} numbers in {which}")
     return lines if optimizer.groups or optimizer.name != "adamw" else []
 
 
@@ -157,9 +158,9 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
         return
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        group["lr"] = 0 * group["lr"]  # a number or a tensor
         for weight in group["params"]:
-            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+            weight.grad = torch.zeros_like(weight)
     optimizer.step()
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -41,12 +41,8 @@ def build_gather(mesh: DeviceMesh) -> Callable[[Tensor, Tensor], tuple[Tensor, T
     def gather(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         # Not along S: torch would add a copy that the compiler of torch 2.12 cannot trace.
         gathered = all_gather_tensor_autograd(torch.stack((k, v)), gather_dim=0, group=group)
-        first_halves = []
-        second_halves = []
-        for part in gathered.chunk(mesh.size()):
-            first, second = part.chunk(2, dim=-2)
-            first_halves.append(first)
-            second_halves.append(second)
+        halves = [part.chunk(2, dim=-2) for part in gathered.chunk(mesh.size())]
+        first_halves, second_halves = zip(*halves, strict=True)
         k, v = torch.cat(first_halves + second_halves[::-1], dim=-2)
         return k, v
 

@@ -58,13 +58,6 @@ def apply_fsdp(model: nn.Module, groups: list[list[nn.Module]], mesh: DeviceMesh
                 module.set_force_sum_reduction_for_comms(True)
             if settings.reduce_scatter == "all_to_all":
                 module.set_custom_reduce_scatter(AllToAllReduceScatter())
-    modules: list[Any] = [group[0] for group in groups]  # a group's modules share one state
-    count = settings.prefetch_layers  # 0: FSDP2's own choice
-    for i, module in enumerate(modules):
-        following = modules[i + 1 : i + 1 + count]
-        preceding = modules[max(0, i - count) : i]
-        module.set_modules_to_forward_prefetch(following)
-        module.set_modules_to_backward_prefetch(preceding[::-1])
 
 
 class AllToAllReduceScatter(ReduceScatter):

@@ -321,7 +321,7 @@ def points(case: Case, sure: bool) -> list[Point]:
     layers, microbatches = case.goal
     step = _period(case)
     parallelism = case.config.parallelism
-    least = 2 * step if parallelism.pp > 1 else 2 * step + 1 + parallelism.prefetch_layers
+    least = 2 * step if parallelism.pp > 1 else 2 * step + 1
     first = least + (layers - least) % step
     few = [first, first + step, first + 2 * step] if first + 2 * step < layers else [layers]
     batches = FEW_MICROBATCHES if microbatches > FEW_MICROBATCHES[-1] else (microbatches,)

@@ -58,7 +58,7 @@ CASES = {
     "FSDP 2, compiled by inductor": case({}, (1e-5, 1e-4), dp_shard=2, compile="inductor"),
     "FSDP 4, full": case(batches=2, dp_shard=4, mode="full"),
     "FSDP 4, kept gathered in pairs": case(batches=2, dp_shard=4, reshard_group_size=2),
-    "FSDP 4, prefetch, own reduce-scatter": case(batches=2, dp_shard=4, prefetch_layers=2, **OWN),
+    "FSDP 4, own reduce-scatter": case(batches=2, dp_shard=4, **OWN),
     "HSDP 2 x 2, selective": case(batches=2, dp_replicate=2, dp_shard=2, mode="selective"),
     "FSDP 2, bfloat16, summed once": rounded(4, 2, dp_shard=2, **LATE),
     "FSDP 2, bfloat16, own reduce-scatter": rounded(2, dp_shard=2, **OWN),

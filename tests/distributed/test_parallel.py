@@ -3,6 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from config import Config
 from loss import IGNORED, count_trained
 from parallel.context import local_indices, ring_attention
 from parallel.mesh import ParallelDims
 from parallel.tensor import vocab_parallel_cross_entropy
 from tests.harness import run_ranks
-from tests.parity import GLOBAL_BATCH, STEPS, case, compare, config_for, plain_run
+from tests.parity import GLOBAL_BATCH, STEPS, case, compare, config_for, our_run, plain_run
 from tests.parity_ranks import Case, start_ranks
 
 LIKE_ALONE = (3e-5, 1e-7)  # in bfloat16, of ranks that round where a process alone does
@@ -57,6 +59,26 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_equals_a_plain_loop(name: str) -> None:
     compare(*CASES[name])
+
+
+def count_calls(collective: str, config: Config, batches: int) -> int:
+    """Of a step of some batches."""
+    with mock.patch.object(dist, collective, side_effect=getattr(dist, collective)) as counted:
+        our_run(config, 1, batches)
+    return counted.call_count
+
+
+@pytest.mark.parametrize(
+    ("world_size", "collective", "config"),
+    [
+        (4, "reduce_scatter_tensor", config_for(1, 2, pp=2)),
+        (2, "reduce_scatter_tensor", config_for(1, 2, sync_every_microbatch=False)),
+        (4, "all_reduce", config_for(2, 2)),
+    ],
+)
+def test_ranks_sum_gradients_once_a_step(world_size: int, collective: str, config: Config) -> None:
+    one_batch, two_batches = (run_ranks(world_size, count_calls, collective, config, n) for n in (1, 2))
+    assert one_batch == two_batches
 
 
 def test_under_torchrun_no_rank_gets_advice_for_developers_of_torch(tmp_path: Path) -> None:

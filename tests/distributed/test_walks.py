@@ -54,7 +54,6 @@ OPTIONS = {  # each once in five times
     "activation_checkpoint.every_n_layers": 2,
     "parallelism.reshard_after_forward": "false",
     "parallelism.sync_every_microbatch": "false",
-    "parallelism.prefetch_layers": 2,
     "parallelism.reduce_scatter": "all_to_all",
     "parallelism.cpu_offload": "true",
     "parallelism.cp_method": "ring",

@@ -57,11 +57,10 @@ EQUAL = {
         1, f"{LAYERS}=6", COMPILED, SELECTIVE, f"{BATCH}=32", "--training.loss_chunks=2"
     ),
     "FSDP 2, every second": case(2, f"{LAYERS}=11", FULL, EVERY_SECOND, RESHARD),
-    "HSDP 2 x 2, 2 ahead": case(
+    "HSDP 2 x 2": case(
         4,
         f"{LAYERS}=8",
         "--parallelism.dp_replicate=2",
-        "--parallelism.prefetch_layers=2",
         "--optimizer.state_dtype=bfloat16",
     ),
     "TP 2, full": case(4, f"{LAYERS}=7", "--parallelism.tp=2", FULL),
@@ -85,7 +84,7 @@ HAND: dict[str, dict[tuple[str, str], list[int]]] = {
         ("world", "all_gather"): [13 + 12, BYTES * (2 * (11 * GROUP + 2 * END + DIM) - (END + DIM))],
         ("world", "reduce_scatter"): [13, BYTES * (11 * GROUP + 2 * END + DIM)],
     },
-    "HSDP 2 x 2, 2 ahead": {
+    "HSDP 2 x 2": {
         ("dp_shard_cp", "all_gather"): [10, BYTES * (8 * GROUP + 2 * END + DIM)],  # kept to the backward
         ("dp_replicate", "all_reduce"): [10, BYTES * (8 * GROUP + 2 * END + DIM) // 2],
     },
