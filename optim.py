@@ -147,7 +147,7 @@ def build_optimizer(
     return GroupedOptimizer(build_groups(weights, optimizer), state_dtype, muon_dtype, compile, group)
 
 
-def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+def allocate_state(optimizer: Any) -> None:
     """Give every weight the state that its first step would begin with, for a load to fill.
 
     An optimizer without such a method, as torch's, takes a step for it, with gradients and rates of 0.
@@ -176,11 +176,11 @@ class OuterOptimizer:
     but only once in many steps. The momentum is part of the state of `optimizer`, and so of checkpoints.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, islands: DeviceMesh, lr: float, momentum: float):
+    def __init__(self, optimizer: torch.optim.Optimizer, islands: DeviceMesh, parallelism: settings.Parallelism):
         self.optimizer = optimizer
         self.islands = islands
-        self.lr = lr
-        self.momentum = momentum
+        self.lr = parallelism.outer_lr
+        self.momentum = parallelism.outer_momentum
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.anchors: list[Tensor] = []  # the weights of the last meeting
         self.apart = False  # whether an island has updated its weights since they met

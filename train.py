@@ -118,22 +118,17 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         parts = spec.apply_parallelism(model, mesh, config)
         set_timeout(config.comm.init_timeout_seconds)
         del model  # a pipeline holds only parts of it
+        home = torch.device("cpu") if config.parallelism.cpu_offload else device
         for part in parts:
-            init_weights(
-                part, torch.device("cpu") if config.parallelism.cpu_offload else device, config.run.seed, watchdog.alive
-            )
+            init_weights(part, home, config.run.seed, watchdog.alive)
         loss_fn = build_loss(config.compile, mesh, training.z_loss)
         chunked = build_chunked_loss(config.compile, mesh, chunks, training.z_loss) if chunks > 1 else None
         compute = build_compute(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
         parameters = [parameter for part in parts for parameter in part.parameters()]
         group = dims.build_update_group() if groups else None
         optimizer = build_optimizer(parts, config.optimizer, config.compile, group, training.param_dtype)
-        allocate: Callable[[], None] = partial(allocate_state, optimizer)
-        islands = None
-        if mesh.islands is not None:
-            outer = config.parallelism
-            islands = OuterOptimizer(optimizer, mesh.islands, outer.outer_lr, outer.outer_momentum)
-            allocate = islands.allocate_state
+        islands = OuterOptimizer(optimizer, mesh.islands, config.parallelism) if mesh.islands is not None else None
+        allocate = partial(allocate_state, islands or optimizer)
         refresh_weights = build_refresh(parts, config)
         checkpoint = CheckpointManager(
             config, run.folder, parts, optimizer, data, identity, allocate,

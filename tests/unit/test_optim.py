@@ -16,7 +16,6 @@ from config import Checkpoint, Compile, Config, ConfigError, LRScheduler, Optimi
 from loss import IGNORED, build_chunked_loss, build_loss, cross_entropy
 from models.llama.model import Output
 from optim import allocate_state, build_optimizer, check_optim, clip_grad_norm_, learning_rate, set_learning_rate
-from parallel.gradients import build_add
 
 ONE_RANK = mock.Mock(cp=mock.Mock(size=lambda: 1))  # a mesh of it
 
@@ -154,10 +153,6 @@ def test_the_chunked_loss_sums_and_scales_in_float32(compile: bool) -> None:
     hidden, weight = torch.randn(1, 64, 16).bfloat16().requires_grad_(), torch.randn(32, 16).requires_grad_()
     labels = torch.randint(0, 32, (1, 64))
     loss = build_chunked_loss(Compile(enable=compile, backend="aot_eager"), ONE_RANK, chunks=8)
-    with torch.no_grad():
-        evaluated = loss(hidden, weight, labels, Output.compute).item()
-    logits = F.linear(hidden[0], weight.bfloat16()).double()
-    assert evaluated == pytest.approx(F.cross_entropy(logits, labels[0], reduction="sum").item(), rel=1e-5)
     expected_hidden = []
     expected_weight = torch.zeros(32, 16)
     for piece, label in zip(hidden[0].detach().split(8), labels[0].split(8), strict=True):
@@ -171,19 +166,6 @@ def test_the_chunked_loss_sums_and_scales_in_float32(compile: bool) -> None:
         gradients = torch.autograd.grad(loss(hidden, weight, labels, Output.compute) * factor, (hidden, weight))
         assert torch.equal(gradients[0][0], (torch.cat(expected_hidden) * factor).bfloat16())
         assert torch.equal(gradients[1], expected_weight * factor)
-
-
-@pytest.mark.parametrize("compile", [False, True])
-def test_gradients_of_two_types_add_up_as_in_float32(compile: bool) -> None:
-    torch.manual_seed(0)
-    gradients = [torch.randn(4, 6).bfloat16() for _ in range(3)]
-    add = build_add(Compile(enable=compile, backend="aot_eager"))
-    total = first = add(None, gradients[0], torch.float32)
-    for gradient in gradients[1:]:
-        total = add(total, gradient, torch.float32)
-    assert total is first
-    assert torch.equal(total, sum(gradient.float() for gradient in gradients))
-    assert add(None, gradients[0], torch.bfloat16) is gradients[0]
 
 
 def test_the_state_of_an_optimizer_of_a_fork_is_made_by_itself_or_by_a_step_that_changes_nothing() -> None:
