@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,14 +40,26 @@ PEAK_FLOPS = (
     ("MI300X", 1300e12),
 )
 
-FIELDS = (
-    "step", "loss", "validation_loss", "bits_per_byte", "grad_norm", "lr", "tokens", "tps", "mfu", "tflops",
-    "memory_gib", "data_wait_pct", "step_seconds", "interval_steps", "skipped", "time",
-)  # fmt: skip
-VALIDATION = ("validation_", "bits_per_byte")
-SPEED = ("tps", "mfu", "tflops", "memory_gib", "data_wait_pct", "step_seconds")
+# Field of a row → its group in trackers, "" for none. Other fields, such as terms of the loss, are in train/.
+FIELDS = {
+    "step": "",
+    "loss": "train/",
+    "validation_loss": "valid/",
+    "bits_per_byte": "valid/",
+    "grad_norm": "train/",
+    "lr": "train/",
+    "tokens": "train/",
+    "tps": "speed/",
+    "mfu": "speed/",
+    "tflops": "speed/",
+    "memory_gib": "speed/",
+    "data_wait_pct": "speed/",
+    "step_seconds": "speed/",
+    "interval_steps": "",
+    "skipped": "train/",
+    "time": "",
+}
 WANDB_ID = ".wandb_id"  # in the run's folder: its id at Weights & Biases, and the host and folder that use it
-LINE_WIDTH = 101  # of a step's log line, after the time
 # Loggers whose warnings are of no use here, most on every rank: that a gradient norm over two axes takes two messages,
 # that a checkpointed region must not change anything in place, that a later torch will refuse one of torchao's calls,
 # that parts of torchao are missing, which nothing here uses.
@@ -99,26 +112,25 @@ def quiet_noisy_loggers() -> None:
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.ERROR)
 
 
+@dataclasses.dataclass
 class Tracker:
     """Functions that get the config, each row, and the end of the run, or None; `name` is the setting that names them.
 
     What goes wrong there ends no run: it is said the first time, counted, and named again at the end.
     """
 
-    def __init__(self, name: str, start: Any, log: Any, close: Any):
-        self.name = name
-        self.start = start
-        self.log = log
-        self.close = close
-        self.failed = 0
-        self.last_error = ""
+    name: str
+    start: Any
+    log: Any
+    close: Any
+    failed: int = 0
+    last_error: str = ""
 
     def call(self, function: Callable[..., object] | None, *arguments: object) -> None:
         """Call one of the functions."""
-        if function is None:
-            return
         try:
-            function(*arguments)
+            if function:
+                function(*arguments)
         except (Exception, SystemExit) as error:
             self.failed += 1
             self.last_error = repr(error)
@@ -158,13 +170,12 @@ def _wandb_tracker(project: str) -> Tracker:
 
     def start(config: dict[str, Any]) -> None:
         folder = Path(config["run"]["folder"])
-        own_id = wandb_id(folder)
-        run = init(project=project, id=own_id, name=folder.name, dir=folder, config=config, resume="allow")
+        run = init(project=project, id=wandb_id(folder), name=folder.name, dir=folder, config=config, resume="allow")
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
 
     def log(row: dict[str, Any]) -> None:
-        wandb.log({"step": row["step"], **grouped(row)})
+        wandb.log({"step": row["step"], **grouped(row)})  # another function after `init`
 
     return Tracker(name, start, log, wandb.finish)
 
@@ -175,32 +186,25 @@ def wandb_id(folder: Path) -> str:
     It goes along with a folder that is moved. A copy gets another one: it must not write into the original's curves.
     """
     file = folder / WANDB_ID
-    host = socket.gethostname()
-    path = str(folder.absolute())
-    own_id = secrets.token_hex(8)
+    here = {"host": socket.gethostname(), "folder": str(folder.absolute())}
+    kept = {"id": secrets.token_hex(8), **here}
     if file.is_file():
         kept = json.loads(file.read_text())
-        is_moved = kept["host"] == host and not Path(kept["folder"]).exists()
-        if kept["folder"] == path or is_moved:
-            own_id = kept["id"]
-        else:
-            logger.info(f"Weights & Biases: {folder} is a copy of {kept['folder']}, and reports as a run of its own")
-    write_atomically(file, json.dumps({"id": own_id, "host": host, "folder": path}).encode())
-    return own_id
+    is_moved = kept["host"] == here["host"] and not Path(kept["folder"]).exists()
+    if kept["folder"] != here["folder"] and not is_moved:
+        logger.info(f"Weights & Biases: {folder} is a copy of {kept['folder']}, and reports as a run of its own")
+        kept["id"] = secrets.token_hex(8)
+    write_atomically(file, json.dumps(kept | here).encode())
+    return kept["id"]
 
 
 def grouped(row: Mapping[str, float | None]) -> dict[str, float]:
     """The known figures of a row, under the groups `train/`, `valid/` and `speed/` of trackers."""
     figures = {}
     for name, value in row.items():
-        if value is None or name in ("step", "interval_steps", "time"):
-            continue
-        group = "train/"
-        if name in SPEED:
-            group = "speed/"
-        elif name.startswith(VALIDATION):
-            group = "valid/"
-        figures[group + name.removeprefix("validation_")] = value
+        group = FIELDS.get(name.partition("/")[0], "train/")
+        if group and value is not None:
+            figures[group + name.removeprefix("validation_")] = value
     return figures
 
 
@@ -208,43 +212,29 @@ def _open_board(config: Config, folder: Path, first_step: int) -> Any:
     """TensorBoard's writer of a run, with its config. Rows of a resume hide those of later steps."""
     # Imported here: TensorBoard takes a second to load.
     from torch.utils.tensorboard import SummaryWriter
-    from torch.utils.tensorboard.summary import hparams
 
-    settings = {}
-    for section, fields in dataclasses.asdict(config).items():
-        for name, value in fields.items():
-            settings[f"{section}.{name}"] = value if isinstance(value, (int, float)) else str(value)
     board: Any = SummaryWriter(str(folder), purge_step=first_step + 1)
     board.add_text("config", f"```toml\n{to_toml(config)}```", first_step)
-    for summary in hparams(settings, {"train/loss": 0, "valid/loss": 0}):
-        board.file_writer.add_summary(summary)
     return board
 
 
+@dataclasses.dataclass
 class MetricsLogger:
-    """Writes rows on rank 0 and measures the time between them."""
+    """Writes rows on rank 0 and measures the time between them. `writing(file)` surrounds each write."""
 
-    def __init__(
-        self,
-        config: Config,
-        run_folder: Path,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        first_step: int,
-        flops_per_token: int,
-        tokens_per_step: int,
-        writing: Callable[[object], AbstractContextManager[None]] = file_errors,
-    ):
-        """`tokens_per_step`: of the whole run. `writing(file)` surrounds each write."""
-        self.device = device
-        self.steps = config.training.steps
-        self.flops_per_token = flops_per_token
-        self.tokens_per_step = tokens_per_step
-        self.world_size = world_size
-        self.writing = writing
-        self.names_ranks = len(config.metrics.log_ranks) > 1  # at the beginning of each line
-        self.waiting: dict[int, Tensor] = {}  # step → loss and gradient norm that the host has not fetched yet
+    config: Config
+    folder: Path  # of the run
+    rank: int
+    world_size: int
+    device: torch.device
+    first_step: int
+    flops_per_token: int
+    tokens_per_step: int  # of the whole run
+    writing: Callable[[object], AbstractContextManager[None]] = file_errors
+
+    def __post_init__(self) -> None:
+        self.steps = self.config.training.steps
+        self.waiting: dict[int, Tensor] = {}  # step → loss, gradient norm, terms that the host has not fetched yet
         self.losses: list[tuple[float, ...]] = []  # with other terms, of the steps since the last row
         self.terms: tuple[str, ...] = ()
         self.grad_norm = math.nan  # of the last step that was trained and fetched
@@ -252,24 +242,26 @@ class MetricsLogger:
         self.validation = ""  # the last one, in words
         self.totals: list[float] = []  # tokens/s of each interval
         self.last: dict[str, Any] = {}  # row
-        self.peak = peak_flops(device)
+        self.peak = peak_flops(self.device)
         self.file: Any = None
         self.board: Any = None
         self.trackers: list[Tracker] = []
-        if rank == 0:
-            run = dataclasses.replace(config.run, folder=str(run_folder))
-            self._open(dataclasses.replace(config, run=run), run_folder, first_step)
+        if self.rank == 0:
+            self._open()
         self.restart_clock()
 
-    def _open(self, config: Config, run_folder: Path, first_step: int) -> None:
+    def _open(self) -> None:
         """Open the file, TensorBoard and the trackers."""
-        self.file = open_records(run_folder / "metrics.jsonl")
+        run = dataclasses.replace(self.config.run, folder=str(self.folder))
+        config = dataclasses.replace(self.config, run=run)
+        self.file = open_records(self.folder / "metrics.jsonl")
         self.trackers = find_trackers(config)
         for tracker in self.trackers:
             tracker.call(tracker.start, dataclasses.asdict(config))
         if config.metrics.tensorboard:
-            with file_errors(run_folder / "tensorboard"):
-                self.board = _open_board(config, run_folder / "tensorboard", first_step)
+            board = self.folder / "tensorboard"
+            with file_errors(board):
+                self.board = _open_board(config, board, self.first_step)
 
     def restart_clock(self) -> None:
         """Begin a new interval, so that the time of a validation, say, counts for no step."""
@@ -284,14 +276,14 @@ class MetricsLogger:
         grad_norm: Tensor,
         rates: Mapping[str, float],
         data_wait_seconds: float,
-        terms: Mapping[str, Tensor] | None = None,
+        terms: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Count a trained step. Its figures stay on the device until something is due.
 
         `rates`: `lr`, and of groups. `terms`: name → another term of the loss, logged as its mean.
         """
-        self.terms = tuple(terms or ())
-        self.waiting[step] = torch.stack((loss, grad_norm, *(terms or {}).values()))
+        self.terms = tuple(terms)
+        self.waiting[step] = torch.stack((loss, grad_norm, *terms.values()))
         self.rates = rates
         self.interval_steps += 1
         self.data_wait_seconds += data_wait_seconds
@@ -301,9 +293,9 @@ class MetricsLogger:
 
         Raises TitaniteError for a loss or norm that is not finite, on all ranks, since both are sums over them.
         """
-        history = []
-        if self.waiting:
-            history = torch.stack(list(self.waiting.values())).tolist()
+        if not self.waiting:
+            return
+        history = torch.stack(list(self.waiting.values())).tolist()
         for step, (loss, grad_norm, *terms) in zip(self.waiting, history, strict=True):
             if not (math.isfinite(loss) and math.isfinite(grad_norm)):
                 advice = "resume from the last checkpoint, with a lower optimizer.lr or another run.seed"
@@ -328,7 +320,6 @@ class MetricsLogger:
         self.totals.append(total)
         flops = self.flops_per_token * total / self.world_size
         means = [math.fsum(values) / len(values) for values in zip(*self.losses, strict=True)]
-        step_seconds = seconds / self.interval_steps
         row: dict[str, float | None] = {
             "step": step,
             "loss": means[0],
@@ -341,38 +332,26 @@ class MetricsLogger:
             "tflops": flops / 1e12,
             "memory_gib": peak_memory_gib(self.device),
             "data_wait_pct": 100 * self.data_wait_seconds / seconds,
-            "step_seconds": step_seconds,
+            "step_seconds": seconds / self.interval_steps,
             "interval_steps": self.interval_steps,
         }
-        logger.info(self._line(row, total, step_seconds * (self.steps - step)))
+        self._print(row, total)
         self._write(row)
         self.losses = []
         self.restart_clock()
 
-    def _line(self, row: Mapping[str, Any], total: float, eta_seconds: float) -> str:
-        """A row in words. `total`: tokens/s of the whole run."""
+    def _print(self, row: Mapping[str, Any], total: float) -> None:
+        """Log a row in words. `total`: tokens/s of the whole run."""
         rate = f"{tqdm.format_sizeof(total)} tokens/s  {tqdm.format_sizeof(row['tokens'])} seen"
-        parts = [
-            f"loss {row['loss']:.4f}",
-            f"norm {row['grad_norm']:#.3g}",
-            f"lr {row['lr']:.1e}",
-            rate.replace("G", "B"),
-        ]
-        if eta_seconds > 86_400:
-            parts.append(f"ETA {eta_seconds / 86_400:.1f}d")
-        elif eta_seconds:
-            parts.append(f"ETA {timedelta(seconds=round(eta_seconds))}")
-        if row["mfu"] is not None:
-            parts.append(f"MFU {100 * row['mfu']:.0f}%")
+        line = f"loss {row['loss']:.4f}  norm {row['grad_norm']:#.3g}  lr {row['lr']:.1e}  {rate.replace('G', 'B')}"
+        remaining = timedelta(seconds=round(row["step_seconds"] * (self.steps - row["step"])))
+        if remaining:
+            line += f"  ETA {remaining}"
+        if row["mfu"]:
+            line += f"  MFU {100 * row['mfu']:.0f}%"
         if row["data_wait_pct"] >= 1:
-            parts.append(f"data wait {row['data_wait_pct']:.0f}%")
-        parts.append(f"{row['memory_gib']:.2f} GiB")
-        line = self._step_of(row["step"])
-        width = LINE_WIDTH - 10 if self.names_ranks else LINE_WIDTH
-        for part in parts:  # the last ones only where there is room
-            if len(line) + len(part) + 2 <= width:
-                line += f"  {part}"
-        return line
+            line += f"  data wait {row['data_wait_pct']:.0f}%"
+        logger.info(f"{self._step_of(row['step'])}  {line}  {row['memory_gib']:.2f} GiB")
 
     def _step_of(self, step: int) -> str:
         return f"step {step:>{len(str(self.steps))}}/{self.steps}"
@@ -382,8 +361,7 @@ class MetricsLogger:
         self.restart_clock()
         if not figures:
             return
-        parts = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items()]
-        self.validation = "  ".join(parts)
+        self.validation = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
         logger.info(f"{self._step_of(step)}  {self.validation}")
         self._write({"step": step, **figures, "tokens": tokens})
 
@@ -393,12 +371,10 @@ class MetricsLogger:
 
     def _write(self, row: dict[str, Any]) -> None:
         row = dict.fromkeys(FIELDS) | row | {"time": time.time()}
-        self.last = dict(row)
-        if self.file is None:
-            return
-        with self.writing(self.file.name):
-            self.file.write(json.dumps(row) + "\n")
-            self.file.flush()
+        self.last = row
+        if self.file:
+            with self.writing(self.file.name):
+                print(json.dumps(row), file=self.file, flush=True)
         if self.board:
             with self.writing(self.board.log_dir):
                 for name, value in grouped(row).items():

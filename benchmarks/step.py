@@ -6,8 +6,8 @@
 cross-entropy, clipping and fused AdamW, with autocast for bfloat16. `transformers` is Hugging Face's Llama in that loop
 (./setup.sh test installs it). Each round is one step of train.py (documents shuffled, global token count, loss in
 chunks, finite check, log line) and one of each loop. Each one's peak memory comes from its own process. The bars:
-train.py's tokens/s are at least those of either loop, its memory is at most theirs. bfloat16 only on a CPU with
-AVX-512.
+train.py's tokens/s are at least those of either loop, its memory is at most theirs. bfloat16 only on a CPU that
+multiplies it.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from models.init import init_weights
 from models.llama import FLAVORS
 from models.llama.hf import to_hf_config
 from models.llama.model import Llama, LlamaConfig
-from parallel.device import bfloat16_is_slow
+from parallel.device import fast_dtype
 from train import train
 
 VOCAB_SIZE, WARMUP_STEPS = 4096, 3
@@ -85,27 +85,24 @@ def bare_loop(model: nn.Module, config: Config) -> Iterator[None]:
 PEERS = {"bare": bare_llama, "transformers": transformers_llama}
 
 
-def measure(param_dtype: str, steps: int, outputs: Path) -> dict[str, list[float]]:
-    """Seconds of each step, for train.py and for each peer."""
+def measure(param_dtype: str, steps: int, outputs: Path) -> dict[str, float]:
+    """Median seconds of a step, for train.py and for each peer."""
     config = _config(param_dtype, steps + WARMUP_STEPS, outputs)
     loops = {name: bare_loop(build(), config) for name, build in PEERS.items()}
-    seconds: dict[str, list[float]] = {"train.py": [], **{name: [] for name in loops}}
+    seconds: dict[str, list[float]] = {name: [] for name in ("train.py", *loops)}
     since = time.perf_counter()
 
     def after_step(step: int) -> None:
         nonlocal since
-        now = time.perf_counter()
-        if step > WARMUP_STEPS:
-            seconds["train.py"].append(now - since)
+        seconds["train.py"].append(time.perf_counter() - since)
         for name, loop in loops.items():
-            begin = time.perf_counter()
+            since = time.perf_counter()
             next(loop)
-            if step > WARMUP_STEPS:
-                seconds[name].append(time.perf_counter() - begin)
+            seconds[name].append(time.perf_counter() - since)
         since = time.perf_counter()
 
     train(config, after_step)
-    return seconds
+    return {name: statistics.median(times[WARMUP_STEPS:]) for name, times in seconds.items()}
 
 
 def run_alone(name: str, param_dtype: str) -> None:
@@ -131,19 +128,20 @@ def peak_memory_gib(name: str, param_dtype: str) -> float:
 def measure_dtype(param_dtype: str, quick: bool) -> list[dict[str, Any]]:
     """A row for train.py, and one for each peer."""
     with tempfile.TemporaryDirectory() as outputs:
-        seconds = measure(param_dtype, 8 if quick else 40, Path(outputs))
+        medians = measure(param_dtype, 8 if quick else 40, Path(outputs))
     training = _config(param_dtype, 1, Path()).training
     tokens = training.local_batch_size * training.seq_len
-    ours = statistics.median(seconds["train.py"])
-    rows: list[dict[str, Any]] = []
-    for name, times in seconds.items():
-        median = statistics.median(times)
-        row: dict[str, Any] = {"loop": name, "dtype": param_dtype, "step ms": 1000 * median}
-        row["tokens/s"] = tokens / median
-        row["tokens/s of train.py / its own"] = median / ours
-        row["peak GiB"] = None if quick else peak_memory_gib(name, param_dtype)
-        rows.append(row)
-    return rows
+    return [
+        {
+            "loop": name,
+            "dtype": param_dtype,
+            "step ms": 1000 * seconds,
+            "tokens/s": tokens / seconds,
+            "tokens/s of train.py / its own": seconds / medians["train.py"],
+            "peak GiB": None if quick else peak_memory_gib(name, param_dtype),
+        }
+        for name, seconds in medians.items()
+    ]
 
 
 def bars(ours: dict[str, Any], *others: dict[str, Any]) -> Iterator[tuple[str, bool]]:
@@ -168,7 +166,7 @@ def main() -> int:
         return 0
     rows: list[dict[str, Any]] = []
     asked: list[tuple[str, bool]] = []
-    for param_dtype in ("float32",) if bfloat16_is_slow(torch.device("cpu")) else ("float32", "bfloat16"):
+    for param_dtype in dict.fromkeys(("float32", fast_dtype())):
         measured = measure_dtype(param_dtype, arguments.quick)
         for row in measured:
             add_row(arguments, rows, row)

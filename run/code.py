@@ -16,19 +16,12 @@ def git_commit() -> str | None:
     return _git("describe", "--always", "--dirty", "--abbrev=40").decode().strip() or None
 
 
-def code_changes(leave_out: Path) -> bytes:
-    """How this code differs from its commit, for `git apply`: changed files, and new text files of at most 1 MiB.
-
-    Without hidden files, those that git ignores, and those in the folder `leave_out`; new ones only the first 1,000.
-    """
+def code_changes() -> bytes:
+    """How this code differs from its commit, for `git apply`: changed files, and new ones of Python."""
     patch = _git(*DIFF, "--relative", "HEAD")
-    names = os.fsdecode(_git("ls-files", "--others", "--exclude-standard", "-z")).split("\0")[:-1]
-    for name in names[:1000]:
-        path = CODE / name
-        if name.startswith(".") or "/." in name or leave_out.resolve() in path.parents:
-            continue
-        if path.is_file() and path.stat().st_size <= 2**20 and b"\0" not in path.read_bytes():
-            patch += _git(*DIFF, "--no-index", "--", "/dev/null", name)
+    new = os.fsdecode(_git("ls-files", "--others", "--exclude-standard", "-z", "*.py"))
+    for name in new.split("\0")[:-1]:
+        patch += _git(*DIFF, "--no-index", "--", "/dev/null", name)
     return patch
 
 

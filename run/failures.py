@@ -61,8 +61,7 @@ class BadSteps:
         if to_come:
             steps = f"{to_come[0]} to {to_come[-1]} ({len(to_come)})"
             logger.info(f"steps left out again: {steps}; to train on them remove their lines from {self.file}")
-        self.losses: deque[float] = deque(maxlen=SIGMA_WINDOW)  # of good steps
-        self.norms: deque[float] = deque(maxlen=SIGMA_WINDOW)
+        self.good: deque[list[float]] = deque(maxlen=SIGMA_WINDOW)  # loss and gradient norm of good steps
 
     def accepts(self, step: int, loss: Tensor, grad_norm: Tensor) -> bool:
         """Whether the update of a step is to be made; the same on all ranks. Waits for the device if it has to judge.
@@ -88,23 +87,20 @@ class BadSteps:
 
     def find_trouble(self, loss: Tensor, grad_norm: Tensor) -> str:
         """What is wrong with a step; empty: nothing. Both tensors are the same on all ranks. Waits for the device."""
-        value, norm = torch.stack((loss, grad_norm)).tolist()
-        if not (math.isfinite(value) and math.isfinite(norm)):
-            return f"loss {value}, gradient norm {norm}: not finite"
-        trouble = self._find_spike("loss", value, self.losses) or self._find_spike("gradient norm", norm, self.norms)
-        if norm and not trouble:  # with a norm of 0 nothing of the step was trained
-            self.losses.append(value)
-            self.norms.append(norm)
-        return trouble
-
-    def _find_spike(self, what: str, value: float, before: deque[float]) -> str:
+        figures = torch.stack((loss, grad_norm)).tolist()
+        if not all(map(math.isfinite, figures)):
+            return f"loss {figures[0]}, gradient norm {figures[1]}: not finite"
         sigmas = self.settings.spike_sigmas
-        if not sigmas or len(before) < SIGMA_WINDOW:
-            return ""
-        limit = fmean(before) + sigmas * stdev(before)
-        if value <= limit:
-            return ""
-        return f"{what} {value:.4f} is above {limit:.4f}, {sigmas:g} deviations above the mean before"
+        if sigmas and len(self.good) == SIGMA_WINDOW:
+            for what, value, before in zip(
+                ("loss", "gradient norm"), figures, zip(*self.good, strict=True), strict=True
+            ):
+                limit = fmean(before) + sigmas * stdev(before)
+                if value > limit:
+                    return f"{what} {value:.4f} is above {limit:.4f}, {sigmas:g} deviations above the mean before"
+        if figures[1]:  # with a norm of 0 nothing of the step was trained
+            self.good.append(figures)
+        return ""
 
     def leave_out(self, first: int, last: int, cause: str) -> None:
         """Record that the updates of steps `first` to `last` are left out. Raises TitaniteError beyond the budget."""
@@ -112,9 +108,8 @@ class BadSteps:
         budget = self.settings.bad_step_budget
         end = f"step {last}: {cause}, so training stops and nothing of it is saved"
         if self.incidents > budget:
-            hint = "lower optimizer.lr, or allow more"
-            raise TitaniteError(f"{end}; failures.bad_step_budget = {budget} is spent: {hint}", agreed=True)
-        if self.settings.on_bad_step == "stop":
+            end += f"; failures.bad_step_budget = {budget} is spent: lower optimizer.lr, or allow more"
+        if self.incidents > budget or self.settings.on_bad_step == "stop":
             raise TitaniteError(end, agreed=True)
         if dist.get_rank() == 0 and self.saves:
             line = json.dumps({"first": first, "last": last, "cause": cause})

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 STARTS = "starts.jsonl"
 EXIT = "exit.json"
-PROGRESS = ".progress"  # exists once a start has saved a checkpoint
 RUNNING = ".running"  # locked by rank 0 of the running start
 SUPERSEDED = ".superseded."  # and a node's name: its start ended after another had taken the folder over
 STARTED = ".started"  # on each node, with other content for each recorded start; launch/node.sh compares it
@@ -41,11 +41,12 @@ def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
     folder = Path(config.run.folder)
     if not config.run.folder or not folder.exists():
         return
-    if not (folder / "model.json").is_file():
-        for path in sorted(folder.iterdir()):
-            if not path.name.startswith(".") and path.name not in OF_RANKS:
-                raise ConfigError(f"run.folder = {str(folder)!r}: is not the folder of a run, it holds {path.name}")
-    _check_model(folder, identity)
+    if (folder / "model.json").is_file():
+        _check_model(folder, identity)
+        return
+    for path in sorted(folder.iterdir()):
+        if not path.name.startswith(".") and path.name not in OF_RANKS:
+            raise ConfigError(f"run.folder = {str(folder)!r}: is not the folder of a run, it holds {path.name}")
 
 
 def _check_model(folder: Path, identity: dict[str, Any]) -> None:
@@ -62,32 +63,30 @@ def choose_run_folder(config: Config, job: str = "") -> Path:
     """The folder that the config names, or that of the job's earlier starts, or a new one. For rank 0."""
     if config.run.folder:
         return Path(config.run.folder)
-    if job:
-        folder = _folder_of_job(Path(config.run.outputs), job)
-        if folder:
-            return folder
+    outputs = Path(config.run.outputs)
+    begun = _folder_of_job(outputs, job) if job else None
+    if begun:
+        return begun
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
     name = f"{config.model.name}-{config.model.flavor}-{stamp}"
-    folder = Path(config.run.outputs) / name
-    number = 1
-    while True:
-        try:
+    folder = outputs / name
+    for number in itertools.count(2):
+        with suppress(FileExistsError):
             folder.mkdir(parents=True)  # claims the name: starts in the same second get different folders
-            return folder
-        except FileExistsError:
-            number += 1
-            folder = folder.with_name(f"{name}-{number}")
+            break
+        folder = outputs / f"{name}-{number}"
+    return folder
 
 
 def _folder_of_job(outputs: Path, job: str) -> Path | None:
     """The folder in which a job has started before. A copy of it has the job's name, too: rather the original."""
     found = None
-    for starts in outputs.glob(f"*/{STARTS}"):
-        folder = starts.parent
+    for file in outputs.glob(f"*/{STARTS}"):
+        folder = file.parent
         last = _last_start(folder)
         if last.get("job") == job:
             found = folder
-            if last.get("folder") == str(folder.absolute()):
+            if last["folder"] == str(folder.absolute()):
                 return folder
     return found
 
@@ -147,11 +146,10 @@ def _lock(folder: Path) -> None:
 def _last_start(folder: Path) -> dict[str, Any]:
     """The last recorded start of the run. {} if there is none or it is unreadable, which must not stop other runs."""
     try:
-        records = read_records(folder / STARTS)
+        return (read_records(folder / STARTS) or [{}])[-1]
     except (OSError, ValueError) as error:
         logger.warning(f"{folder / STARTS}: which job started this run is unknown: {error}")
         return {}
-    return records[-1] if records else {}
 
 
 def record_start(
@@ -164,7 +162,8 @@ def record_start(
     start's. Raises ConfigError.
     """
     before = _last_start(folder)
-    count = _count_without_progress(folder, before, start.job, config.failures.restarts_without_progress)
+    saves = len(read_known(folder) or ())
+    count = _count_without_progress(folder, before, start.job, saves, config.failures.restarts_without_progress)
     write_atomically(folder / "model.json", json.dumps(identity, indent=2).encode())  # first: it marks a run's folder
     if not (folder / RUN_NAME).exists():
         write_atomically(folder / RUN_NAME, f"{run_name(folder)}\n".encode())
@@ -176,6 +175,7 @@ def record_start(
     changed.pop("run.folder", None)
     record = {
         **start._asdict(),
+        "saves": saves,  # checkpoints so far
         "starts_since_checkpoint": count,
         "after": read_exit(folder),
         "world_size": world_size,
@@ -187,20 +187,19 @@ def record_start(
     }
     with open_records(folder / STARTS) as file:
         file.write(json.dumps(record) + "\n")
-    for name in (PROGRESS, EXIT):  # last: if the disk is full, both must stay
-        (folder / name).unlink(missing_ok=True)
+    (folder / EXIT).unlink(missing_ok=True)  # last: if the disk is full, it must stay
     if before and _code(before) != _code(record):
         changed["code"] = _code(before), _code(record)
     return changed
 
 
 def _code(record: dict[str, Any]) -> str:
-    return f"{record.get('git_commit')} {record.get('patch', '')}".strip()
+    return f"{record['git_commit']} {record['patch']}".strip()
 
 
 def _record_patch(folder: Path) -> str:
     """Keep how the code differs from its commit. Returns the file's name, "" if it does not."""
-    patch = code_changes(folder)
+    patch = code_changes()
     if not patch:
         return ""
     name = f"code-{hashlib.sha256(patch).hexdigest()[:12]}.patch"
@@ -213,24 +212,24 @@ def record_config(folder: Path, config: Config) -> None:
     write_atomically(folder / "config.toml", settings.to_toml(config).encode())
 
 
-def _count_without_progress(folder: Path, last: dict[str, Any], job: str, allowed: int) -> int:
+def _count_without_progress(folder: Path, last: dict[str, Any], job: str, saves: int, allowed: int) -> int:
     """Count the starts of this job in a row without a checkpoint, including this one; not those that ended in order.
 
     Raises ConfigError above 1 + `allowed`.
     """
-    if not job or last.get("job") != job or (folder / PROGRESS).exists():
+    if not job or (last.get("job"), last.get("saves")) != (job, saves):
         return 1
-    before = last.get("starts_since_checkpoint", 0)
+    count = last["starts_since_checkpoint"]
     ended = read_exit(folder) or {"kind": "unknown", "cause": "unknown, it was killed"}
     if ended["kind"] in ("stopped", "finished", "rolled back"):
-        return before
-    if before > allowed:
+        return count
+    if count > allowed:
         raise ConfigError(
-            f"{folder}: starts of this job in a row that ended without a new checkpoint: {before}, "
+            f"{folder}: starts of this job in a row that ended without a new checkpoint: {count}, "
             f"failures.restarts_without_progress = {allowed}; the last one: {ended['cause']}. Fix that, then start a "
             f"new job, by another --rdzv-id, with --run.folder={folder}"
         )
-    return before + 1
+    return count + 1
 
 
 def note_start(folder: Path) -> None:
@@ -254,10 +253,10 @@ def record_exit(folder: Path, record: dict[str, Any], start_id: str = "") -> boo
         with suppress(OSError):
             (folder / f"{SUPERSEDED}{socket.gethostname()}").touch()
         return False
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    record = record | {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     try:
         with open(folder / EXIT, "x", encoding="utf-8") as file:  # only one process succeeds
-            file.write(json.dumps(record | {"time": now}, indent=2) + "\n")
+            file.write(json.dumps(record, indent=2) + "\n")
     except FileExistsError:
         return False
     except OSError as error:  # on a full disk the caller must still print its line

@@ -19,7 +19,6 @@ from config import Comm, ConfigError
 from parallel.device import device_type
 
 T = TypeVar("T")
-AGAIN = 75  # exit code of ranks that torchrun must start again; sysexits.h: EX_TEMPFAIL
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that this process gets when its parent ends
 
 
@@ -33,8 +32,7 @@ class LaunchEnvironment(NamedTuple):
     restarts: int = 0  # that torchrun has made
     max_restarts: int = 0  # that torchrun may make in all
     local_world_size: int = 1  # ranks of this torchrun; their numbers are consecutive
-    address: tuple[str, int] | None = None  # host and port of the store where the ranks meet
-    store_of_torchrun: bool = False  # torchrun has that store, and keeps it over restarts; otherwise rank 0 makes it
+    store_of_torchrun: bool = False  # torchrun has the store where ranks meet, and keeps it; otherwise rank 0 makes it
 
 
 def launch_environment() -> LaunchEnvironment:
@@ -44,18 +42,18 @@ def launch_environment() -> LaunchEnvironment:
     if job == "none":  # no --rdzv-id: the torchrun process is the job
         parent = os.getppid()
         job = f"{socket.gethostname()}-{parent}-{process_state(parent)[1]}"  # pids are reused
-    address = None
-    if "MASTER_ADDR" in variables and "MASTER_PORT" in variables:
-        address = variables["MASTER_ADDR"], int(variables["MASTER_PORT"])
+
+    def number(name: str, default: int = 0) -> int:
+        return int(variables.get(name, default))
+
     return LaunchEnvironment(
-        rank=int(variables.get("RANK", 0)),
-        local_rank=int(variables.get("LOCAL_RANK", 0)),
-        world_size=int(variables.get("WORLD_SIZE", 1)),
-        job=job,
-        restarts=int(variables.get("TORCHELASTIC_RESTART_COUNT", 0)),
-        max_restarts=int(variables.get("TORCHELASTIC_MAX_RESTARTS", 0)),
-        local_world_size=int(variables.get("LOCAL_WORLD_SIZE", 1)),
-        address=address,
+        number("RANK"),
+        number("LOCAL_RANK"),
+        number("WORLD_SIZE", 1),
+        job,
+        number("TORCHELASTIC_RESTART_COUNT"),
+        number("TORCHELASTIC_MAX_RESTARTS"),
+        number("LOCAL_WORLD_SIZE", 1),
         store_of_torchrun=variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
@@ -118,12 +116,9 @@ def _choose_device(environment: LaunchEnvironment) -> torch.device:
 def _meet(environment: LaunchEnvironment, kind: str, timeout: timedelta) -> dist.Store:
     """Connect to the store of this start's ranks. Raises ConfigError if this one has another `kind` of device."""
     rank = environment.rank
-    if environment.address is None:
-        size = environment.world_size
-        raise ConfigError(f"WORLD_SIZE = {size}: needs MASTER_ADDR and MASTER_PORT, too; torchrun sets all")
     kept = environment.store_of_torchrun
-    owns = rank == 0 and not kept
-    store: dist.Store = dist.TCPStore(*environment.address, is_master=owns, timeout=timeout, multi_tenant=owns)
+    store: dist.Store
+    store, *_ = next(dist.rendezvous("env://", rank, environment.world_size, timeout=timeout))
     if kept and environment.max_restarts and environment.local_world_size < environment.world_size:
         raise ConfigError(  # torchrun (2.11 to 2.13) keeps its store; its nodes may count restarts otherwise
             "--max-restarts with several nodes: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all of "

@@ -36,12 +36,13 @@ def profile(
     first = max(profiling.trace_start, steps_done + 2)
 
     def write(trace: torch.profiler.profile) -> None:
-        if steps_done + trace.step_num > first:
-            path = folder / f"trace-step{first}-rank{rank}.json.gz"
-            with writing(path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                trace.export_chrome_trace(str(path))
-                logger.info(f"profile: wrote {path}")
+        if steps_done + trace.step_num <= first:  # the run ended before its first step
+            return
+        path = folder / f"trace-step{first}-rank{rank}.json.gz"
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            trace.export_chrome_trace(str(path))
+            logger.info(f"profile: wrote {path}")
 
     profiler = None
     if profiling.trace:
@@ -53,8 +54,6 @@ def profile(
     try:
         with profiler or contextlib.nullcontext():
             yield profiler.step if profiler else lambda: None
-        if profiler and steps_done + profiler.step_num <= first:
-            logger.info(f"profile: no trace: it was to begin with step {first}, which this start did not take")
     finally:
         if profiling.memory_snapshot:
             folder.mkdir(parents=True, exist_ok=True)

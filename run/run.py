@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,13 +23,12 @@ from torch import Tensor
 from checkpoint.ranks import Ranks
 from config import Config, ConfigError, TitaniteError, change_text, file_errors
 from data.loader import Batch, DataLoader
-from parallel.device import bfloat16_is_slow
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Compute
+from run.exits import AGAIN, EXPLAINED, MISTAKE
 from run.failures import RolledBackError
-from run.folder import PROGRESS, note_start, record_config, start_run
+from run.folder import note_start, record_config, start_run
 from run.processes import (
-    AGAIN,
     LaunchEnvironment,
     from_rank_0,
     init_distributed,
@@ -38,8 +38,7 @@ from run.processes import (
 )
 from run.profiling import profile
 from run.stop import StopRequest
-from run.torchrun import EXPLAINED, MISTAKE
-from run.watchdog import Watchdog
+from run.watchdog import End, Watchdog
 from storage import OutageError
 
 logger = logging.getLogger(__name__)
@@ -79,51 +78,41 @@ def _explain(error: TitaniteError) -> int:
     """Print what is wrong, and see to it that torchrun does not repeat what would fail again. Returns the exit code."""
     environment = launch_environment()
     running = dist.is_initialized()
-    if environment.local_rank > 0 and (error.agreed or not running):
+    where = f" (rank {environment.rank})" if running and not error.agreed else ""
+    if environment.local_rank > 0 and not where:
         # Local rank 0 prints the same. If this rank left first, torchrun would end it before that.
         time.sleep(SPEAKER_TIMEOUT_SECONDS)
-    where = ""
-    if running and not error.agreed:
-        where = f" (rank {environment.rank})"
     print(f"error{where}: {error}", file=sys.stderr, flush=True)
     if isinstance(error, OutageError):
         return 1
     recurs = not running or isinstance(error, ConfigError)
     may_restart = environment.restarts < environment.max_restarts
-    if recurs or not may_restart:
-        note_explained()
+    explained = os.environ.get(EXPLAINED)
+    if explained and (recurs or not may_restart):
+        with contextlib.suppress(OSError):  # gone with a launcher that was killed
+            Path(explained).touch()
     if recurs and may_restart and environment.local_rank == 0:
         os.kill(os.getppid(), signal.SIGQUIT)  # so that torchrun ends without a restart
     return MISTAKE
 
 
-def note_explained() -> None:
-    """Tell run/torchrun.py, if it started this rank, that the run ends and the user has read why."""
-    file = os.environ.get(EXPLAINED)
-    if file:
-        with contextlib.suppress(OSError):  # gone with a launcher that was killed
-            Path(file).touch()
-
-
+@dataclass
 class TrainingRun:
     """What a start has beside the training itself. The loop calls `begin` and `end` once a step. Raises TitaniteError.
 
     `check` gets the folder on rank 0, before anything is written there, and returns its checkpoints' names.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        environment: LaunchEnvironment,
-        dims: ParallelDims,
-        data: DataLoader,
-        identity: dict[str, Any],
-        check: Callable[[Path], Iterable[str]],
-    ):
-        self.config = config
-        self.environment = environment
-        self.dims = dims
-        self.data = data
+    config: Config
+    environment: LaunchEnvironment
+    dims: ParallelDims
+    data: DataLoader
+    identity: dict[str, Any]
+    check: Callable[[Path], Iterable[str]]
+
+    def __post_init__(self) -> None:
+        config = self.config
+        environment = self.environment
         self.starting = True  # until all is compiled and connected, by a first step
         self._computed = False  # whether this step was, or is one that a resume leaves out
         self._unwritten: TitaniteError | None = None  # the first file of this rank's that could not be written
@@ -135,15 +124,13 @@ class TrainingRun:
         torch.use_deterministic_algorithms(config.run.deterministic)
         self._owns_group = not dist.is_initialized()
         self.device = init_distributed(environment, config.comm)
-        data.check_ranks()
-        self.mesh = dims.build_mesh(self.device.type)
-        begin = partial(start_run, config, identity, environment, check, data.tokenizer.save)
+        self.data.check_ranks()
+        self.mesh = self.dims.build_mesh(self.device.type)
+        begin = partial(start_run, config, self.identity, environment, self.check, self.data.tokenizer.save)
         self.folder, self.this_start, changed = from_rank_0(begin)
         for key, (old, new) in changed.items():
             logger.info(f"resume: {key} was {change_text(old)}, is now {change_text(new)}")
-        logger.info(f"run folder {self.folder}  {environment.world_size} x {self.device.type}  {dims}")
-        if config.training.param_dtype == "bfloat16" and bfloat16_is_slow(self.device):
-            logger.info('bfloat16 is very slow on this CPU: training.param_dtype = "float32" is faster')
+        logger.info(f"run folder {self.folder}  {environment.world_size} x {self.device.type}  {self.dims}")
         self.stop = self._contexts.enter_context(StopRequest(self.folder, environment))
         self.asked_to_stop = self.stop.agreed
         if environment.local_rank == 0:
@@ -156,20 +143,9 @@ class TrainingRun:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         gc.enable()
-        if isinstance(error, (SystemExit, KeyboardInterrupt)) and self.stop.asked_by:
-            self._announce_stop_at_once()
         self._contexts.__exit__(kind, error, trace)
         if self._owns_group and error is None:  # after an error other ranks may wait in a collective
             shut_down()
-
-    def _announce_stop_at_once(self) -> None:
-        """Record that a request ends this rank outside the loop's order: before any step, or by a second Ctrl-C."""
-        lost = self.watchdog.find_lost(0)  # torchrun also asks when it has lost a rank
-        if lost:
-            self.watchdog.announce(*lost)
-            return
-        when = "at once" if self.watchdog.step else "before any step"
-        self.watchdog.announce("stopped", f"stopped by {self.stop.asked_by}, {when}", again=self.stop.again)
 
     @contextlib.contextmanager
     def writing(self, file: object) -> Iterator[None]:
@@ -196,7 +172,6 @@ class TrainingRun:
         if self.dims.is_first_copy(rank):
             self.data.open_ledger(self.folder, self.this_start.id, self.writing)
         self.stop.start(config.comm.init_timeout_seconds)
-        self.watchdog.silence.start()
         self._trace = self._contexts.enter_context(
             profile(config.profiling, self.folder / "profile", rank, step, self.writing)
         )
@@ -205,18 +180,14 @@ class TrainingRun:
     def saved(self, step: int) -> None:
         """Note the checkpoint of a step, in any thread."""
         self.watchdog.last_checkpoint = step
-        if self.environment.rank == 0:
-            with self.writing(self.folder / PROGRESS):
-                (self.folder / PROGRESS).touch()  # earlier restarts of the job no longer count
 
     def forward_backward(self, compute: Compute, microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
         """The losses of all microbatches of a step of `n_tokens`, after forward and backward."""
         self._computed = bool(microbatches)
         losses = []
         for number, batch in enumerate(microbatches, start=1):
-            is_last = number == len(microbatches)
-            with self.watchdog.section("forward/backward", f", microbatch {number} of {len(microbatches)}"):
-                losses.append(compute.forward_backward(*batch, n_tokens, is_last))
+            with self.watchdog.section("forward/backward"):
+                losses.append(compute.forward_backward(*batch, n_tokens, number == len(microbatches)))
         return losses
 
     def begin(self, step: int) -> None:
@@ -228,28 +199,24 @@ class TrainingRun:
     def end(self, step: int) -> None:
         """End a step. Collective."""
         if self.starting and self._computed:
-            self._end_start()
+            self._end_start(self.config.comm.train_timeout_seconds)
         if step % GC_INTERVAL_STEPS == 0:
             gc.collect()
 
-    def _end_start(self) -> None:
+    def _end_start(self, timeout_seconds: int) -> None:
         """After the first computed step: shorter timeouts, less garbage to collect."""
-        seconds = self.config.comm.train_timeout_seconds
         self.starting = False
-        self.watchdog.silence.cancel()
         gc.collect()
         gc.freeze()  # all long-lived objects exist: later collections leave them out
         with self.watchdog.section("start"):
             dist.barrier()  # the shorter limit must not run while a rank still compiles
-        set_timeout(seconds, apart=self._ranks.group)
-        self.watchdog.limit_seconds = seconds
+        set_timeout(timeout_seconds, apart=self._ranks.group)
+        self.watchdog.limit_seconds = timeout_seconds
 
     def end_steps(self, step: int) -> None:
         """Say that the loop has ended after `step`."""
         self.watchdog.enter("end", step)
         self._trace()
-        if step < self.config.training.steps:
-            logger.info(f"stopped after step {step}: {self.stop.asked_by or 'another rank was asked'}")
 
     def close(self, step: int, summary: str) -> None:
         """Record that the run ended as it should, and say what to do with it.
@@ -260,34 +227,32 @@ class TrainingRun:
         steps = self.config.training.steps
         self._ranks.together(partial(self._check_written, step))
         self._contexts.close()
-        finished = step == steps
+        end = End("finished", "done", start_again=False)
+        if step < steps:
+            end = End("stopped", f"stopped by {self.stop.asked_by or 'another rank'}", None, self.stop.again)
         if self.environment.local_rank == 0:  # each node may have a disk of its own
-            if finished:
-                self.watchdog.announce("finished", "all steps done", again=False)
-            else:
-                cause = f"stopped by {self.stop.asked_by or 'another rank'}"
-                self.watchdog.announce("stopped", cause, again=self.stop.again)
-        logger.info(f"{'done' if finished else 'stopped'}: step {step} of {steps}, run folder {self.folder}")
-        if finished:
+            self.watchdog.announce(end)
+        logger.info(f"{end.cause}: step {step} of {steps}, run folder {self.folder}")
+        if step == steps:
             self._say_what_next(summary)
         dist.barrier()  # when a rank leaves with AGAIN, torchrun ends the others: let rank 0 record the end first
-        if self.stop.elsewhere and not finished:
+        if self.stop.elsewhere and step < steps:
             sys.exit(AGAIN)  # torchrun starts us again, with the nodes that remain
 
     def _say_what_next(self, summary: str) -> None:
-        python = os.path.relpath(sys.executable)
-        folder = self.folder
         training = self.config.training
-        more = f"--training.steps={2 * training.steps}"
+        more = f"steps={2 * training.steps}"
         if training.epochs:
-            more = f"--training.epochs={2 * training.epochs:g}"
+            more = f"epochs={2 * training.epochs:g}"
+        ask = f"--prompt {shlex.quote(self.config.validation.sample_prompt or 'Once')}"
+        if self.data.is_chat:
+            ask = "--chat"
+        python = os.path.relpath(sys.executable)
         logger.info(f"  {summary}")
-        logger.info(f"  curves:      {python} -m tools.compare {folder}")
+        logger.info(f"  curves:      {python} -m tools.compare {self.folder}")
         if self.config.checkpoint.enable:
-            prompt = self.config.validation.sample_prompt or "Once"
-            ask = "--chat" if self.data.is_chat else f"--prompt {shlex.quote(prompt)}"
-            logger.info(f"  write text:  {python} generate.py {folder} {ask}")
-            logger.info(f"  train on:    ./run_llama_train.sh --resume {folder} {more}")
+            logger.info(f"  write text:  {python} generate.py {self.folder} {ask}")
+            logger.info(f"  train on:    ./run_llama_train.sh --resume {self.folder} --training.{more}")
 
     def _check_written(self, step: int) -> None:
         if self._unwritten:

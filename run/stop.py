@@ -19,11 +19,20 @@ A_NODE, A_JOB, A_PERSON = 1, 2, 3
 VOTES = MappingProxyType({"SIGTERM": A_NODE, "SIGHUP": A_NODE, "SIGUSR1": A_JOB, "SIGINT": A_PERSON})
 
 
-class StopRequest:
-    """A signal or a file `stop` in the run's folder, on which ranks agree. A second Ctrl-C raises KeyboardInterrupt.
+class StopAtOnce(SystemExit):
+    """Ends this rank at once. `again`: the scheduler should start the job again."""
 
-    Signals are caught inside `with`, except those ignored before, as SIGHUP is under nohup. Before `start` they end the
-    rank at once. Then each step casts a vote and reads that of the step before, on the host in a gloo group of its own:
+    def __init__(self, signal_number: int, asked_by: str, again: bool):
+        super().__init__(128 + signal_number)
+        self.asked_by = asked_by
+        self.again = again
+
+
+class StopRequest:
+    """A signal or a file `stop` in the run's folder, on which ranks agree. A second Ctrl-C raises StopAtOnce.
+
+    Signals are caught inside `with`, except those ignored before, as SIGHUP is under nohup. Before `start` they raise
+    StopAtOnce. Then each step casts a vote and reads that of the step before, on the host in a gloo group of its own:
     no rank waits for the device or for a slower rank. At the end `elsewhere` says that only other nodes were taken, so
     that the run should go on, and `again` that the scheduler should start the job again.
     """
@@ -45,13 +54,11 @@ class StopRequest:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
-        if name == self.asked_by == "SIGINT":
-            raise KeyboardInterrupt
+        at_once = self.group is None or name == self.asked_by == "SIGINT"
         if VOTES[name] > self._vote():
             self.asked_by = name
-        if self.group is None:
-            self.again = self._vote() < A_PERSON
-            raise SystemExit(128 + number)
+        if at_once:
+            raise StopAtOnce(number, self.asked_by, self._vote() < A_PERSON)
 
     def _vote(self) -> int:
         return VOTES.get(self.asked_by, A_PERSON) if self.asked_by else 0
@@ -70,10 +77,8 @@ class StopRequest:
     def __enter__(self) -> "StopRequest":
         for name in VOTES:
             number = signal.Signals[name]
-            handler = signal.getsignal(number)
-            self.before[number] = handler
-            if handler != signal.SIG_IGN:
-                signal.signal(number, self._on_signal)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self.before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:

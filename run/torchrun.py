@@ -14,8 +14,8 @@ from torch.distributed import run
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-MISTAKE = 2  # exit code of ranks that have explained in one line what is wrong
-EXPLAINED = "TITANITE_EXPLAINED"  # in the environment: a file for such a rank to make
+from run.exits import EXPLAINED, MISTAKE
+
 ENDED_BY_TORCHRUN = (-signal.SIGTERM, -signal.SIGKILL)  # exit codes of the other ranks, once one has failed
 
 

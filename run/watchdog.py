@@ -6,7 +6,6 @@ other machines is ended by the collective's own timeout.
 """
 
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -24,15 +23,15 @@ import torch.distributed as dist
 
 from config import PATIENCE, Config, TitaniteError
 from parallel.device import device_type
+from run.exits import AGAIN
 from run.failures import RolledBackError
 from run.folder import record_exit
-from run.processes import AGAIN, LaunchEnvironment, process_state
+from run.processes import LaunchEnvironment, process_state
+from run.stop import StopAtOnce
 from storage import OutageError
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
 
-SILENT_SECONDS = 60.0  # of the first step, until a line says what takes so long
 POLL_SECONDS = 1.0  # between two looks of the thread
 SAYING_SECONDS = 10.0  # most time to report a hang before a rank ends
 LOST_SECONDS = 3.0  # for a rank that lost a connection to look for the rank it lost
@@ -43,12 +42,12 @@ QUEUEING = ("training", "forward/backward", "optimizer", "validation", "sample")
 
 
 class End(NamedTuple):
-    """How a start ends. `again`: a scheduler should start the next."""
+    """How a start ends."""
 
     kind: str
     cause: str
     rank: int | None = None  # that is to blame, if one is
-    again: bool = True
+    start_again: bool = True  # by a scheduler
 
 
 class Watchdog:
@@ -61,9 +60,7 @@ class Watchdog:
         self.start_id = start_id
         self.step = 0
         self.current = "start"  # the innermost section
-        self.part = ""  # what of it
         self.left_by_error = ""  # the innermost section that an exception has just left
-        self.silence = threading.Timer(SILENT_SECONDS, self._say_where)  # runs during the first step
         self.last_checkpoint: int | None = None  # that this start has read or committed
         self.limit_seconds: float = config.comm.init_timeout_seconds
         self._entered = time.monotonic()
@@ -81,16 +78,16 @@ class Watchdog:
     def enter(self, section: str, step: int) -> None:
         """Say that this rank goes on, outside of any other section, in `section` of a step."""
         self.step = step
-        self._go_to(section, "")
+        self._go_to(section)
 
     @contextlib.contextmanager
-    def section(self, name: str, part: str = "") -> Iterator[None]:
+    def section(self, name: str) -> Iterator[None]:
         """What this rank does inside: data, forward/backward, optimizer, validation, sample, load or checkpoint.
 
         Sections nest. Afterwards this rank is again where it was before, and its time there starts again.
         """
-        outer, outer_part = self.current, self.part
-        self._go_to(name, part)
+        outer = self.current
+        self._go_to(name)
         try:
             yield
             self.left_by_error = ""
@@ -99,12 +96,10 @@ class Watchdog:
             raise
         finally:
             self.current = outer
-            self.part = outer_part
             self._entered = time.monotonic()
 
-    def _go_to(self, section: str, part: str) -> None:
+    def _go_to(self, section: str) -> None:
         self.current = section
-        self.part = part
         self.left_by_error = ""
         self._entered = time.monotonic()
 
@@ -122,21 +117,13 @@ class Watchdog:
             self.alive()
             yield item
 
-    def _say_where(self) -> None:
-        where = f"{self.current}{self.part}"
-        if self.config.compile.enable:
-            where += ", and the first step compiles"
-        stop = f"to stop: touch {self.folder}/stop (after this step), or Ctrl-C until it ends (at once)"
-        logger.info(f"step {self.step}: {SILENT_SECONDS:g} s so far, now in {where}; {stop}")
-
     # ------------------------------------------------------------ why the run ends
 
     def explain(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         """Announce the exception that ends the run, as the exit of a context."""
         self._closed.set()
-        self.silence.cancel()
         if error is not None:
-            self.announce(*self._end_by(error, trace))
+            self.announce(self._end_by(error, trace))
 
     def _end_by(self, error: BaseException, trace: TracebackType | None) -> End:
         """How an exception ends this start."""
@@ -145,81 +132,71 @@ class Watchdog:
             return End("rolled back", str(error))
         if isinstance(error, TitaniteError):
             return End("error", str(error), None if error.agreed else rank, isinstance(error, OutageError))
+        if isinstance(error, StopAtOnce):
+            when = "at once" if self.step else "before any step"
+            # torchrun also asks when it has lost a rank.
+            return self.find_lost(0) or End("stopped", f"stopped by {error.asked_by}, {when}", None, error.again)
         first_line = str(error).partition("\n")[0]
         of_device = isinstance(error, (torch.AcceleratorError, torch.OutOfMemoryError))
         if of_device and "out of memory" in first_line:  # even in a collective: no other rank is to blame
             less = "a smaller training.local_batch_size or an activation_checkpoint.mode needs less: tools.plan"
-            return End("failed", f"{first_line}; {less}", rank, again=False)
+            return End("failed", f"{first_line}; {less}", rank, start_again=False)
         in_collective = isinstance(error, RuntimeError) and _in_collective(traceback.extract_tb(trace)[-10:])
-        lost = None
-        if of_device or in_collective:
-            lost = self.find_lost(LOST_SECONDS)
+        lost = self.find_lost(LOST_SECONDS) if of_device or in_collective else None
         if lost:
             return lost
         if in_collective and (isinstance(error, dist.DistError) or "gloo" in first_line):  # others only compute there
             return End("lost", f"a rank on another machine was lost or hangs: {first_line}")
-        cause = type(error).__name__
-        if first_line:
-            cause += f": {first_line}"
-        return End("failed", cause, rank, again=of_device)  # a device may work again, or another one may
+        cause = f"{type(error).__name__}: {first_line}".removesuffix(": ")
+        return End("failed", cause, rank, start_again=of_device)  # a device may work again, or another one may
 
-    def announce(self, kind: str, cause: str, rank: int | None = None, again: bool = True) -> None:
-        """Record why this start ends, and print it if nothing else does; see `End`.
+    def announce(self, end: End) -> None:
+        """Record why this start ends, and print it if nothing else does.
 
         Does nothing if a rank of this machine has recorded a cause: the first who writes knows best.
         """
         if not self.folder.is_dir():  # a person has removed it
             return
-        orderly = kind in ("finished", "stopped")
-        if kind == "finished":
+        orderly = end.kind in ("finished", "stopped")
+        action = f"start again with --run.folder={self.folder}"
+        if end.kind == "finished":
             action = "none"
         elif self.environment.restarts < self.environment.max_restarts and not orderly:
             action = "torchrun starts the job again"
-        else:
-            action = f"start again with --run.folder={self.folder}"
-        section = self.left_by_error or self.current
-        last = self.last_checkpoint
-        record = {
-            "kind": kind,
-            "cause": cause,
-            "rank": rank,
-            "section": section,
+        where = {
+            "section": self.left_by_error or self.current,
             "step": self.step,
-            "last_checkpoint": last,
+            "last_checkpoint": self.last_checkpoint,
             "next_action": action,
-            "start_again": again,
         }
-        is_first = record_exit(self.folder, record, self.start_id)
-        if is_first and kind != "error" and not orderly:  # run_and_leave prints errors
-            where = f"{section} of step {self.step}"
-            if rank is not None:
-                where = f"rank {rank}, {where}"
-            saved = "no checkpoint yet" if last is None else f"last checkpoint step {last}"
-            print(f"exit: {cause} ({where}); {saved}; next: {action}", file=sys.stderr, flush=True)
+        is_first = record_exit(self.folder, end._asdict() | where, self.start_id)
+        if is_first and end.kind != "error" and not orderly:  # run_and_leave prints errors
+            blamed = "" if end.rank is None else f"rank {end.rank}, "
+            saved = (
+                "no checkpoint yet" if self.last_checkpoint is None else f"last checkpoint step {self.last_checkpoint}"
+            )
+            place = f"{blamed}{where['section']} of step {self.step}"
+            print(f"exit: {end.cause} ({place}); {saved}; next: {action}", file=sys.stderr, flush=True)
 
     def find_lost(self, seconds: float) -> End | None:
-        """The end by a rank on this machine that does not run, found within `seconds`; None if all do.
-
-        Kills one that is only stopped, since it would not notice the end of the job.
-        """
+        """The end by a rank on this machine that does not run, found within `seconds`; None if all do."""
         deadline = time.monotonic() + seconds
         while True:
-            found = self._gone() or self._stopped()
+            found = self._find_lost(or_stopped=True)
             if found or time.monotonic() >= deadline:
                 return found
             time.sleep(0.05)
 
-    def _gone(self) -> End | None:
-        """The end by a rank on this machine that has ended."""
-        for rank, pid in self._pids.items():
-            if process_state(pid)[0] in ("", "Z"):  # nothing there, or a zombie
-                return End("lost", f"rank {rank} was lost (killed, crashed, or out of memory)", rank)
-        return None
+    def _find_lost(self, or_stopped: bool) -> End | None:
+        """The end by a rank on this machine that has ended or, if asked, was stopped.
 
-    def _stopped(self) -> End | None:
-        """The end by a rank on this machine that was stopped, and is now killed."""
+        Kills one that was, since it would not notice the end of the job.
+        """
         for rank, pid in self._pids.items():
-            if process_state(pid)[0] == "T":
+            state, _ = process_state(pid)
+            if state in ("", "Z"):  # nothing there, or a zombie
+                return End("lost", f"rank {rank} was lost (killed, crashed, or out of memory)", rank)
+            if state == "T" and or_stopped:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                 return End("hung", f"hung: rank {rank} does not run, it was stopped", rank)
@@ -236,7 +213,7 @@ class Watchdog:
             # A rank that ends as it should is gone only after the main thread of every other has closed this.
             if end and not self._closed.is_set():
                 threading.Timer(SAYING_SECONDS, os._exit, [AGAIN]).start()  # the run's folder may be what hangs
-                self.announce(*end)
+                self.announce(end)
                 os._exit(AGAIN)
 
     def _look(self, idle_seconds: float) -> End | None:
@@ -245,22 +222,21 @@ class Watchdog:
         Ranks that are gone are looked for at once: this main thread may wait for one in a kernel or a driver, where no
         exception and no signal reaches it. A rank that is stopped may be a person's debugging, so it has time.
         """
-        found = self._gone()
-        if not found and idle_seconds > PATIENCE * self.limit_seconds:
-            found = self._stopped()
-        if found or idle_seconds <= PATIENCE * self._limit():
+        limit = self._limit()
+        found = self._find_lost(or_stopped=idle_seconds > PATIENCE * self.limit_seconds)
+        if found or idle_seconds <= PATIENCE * limit:
             return found
-        stack = _stack_of(self._main)
         rank = self.environment.rank
+        stack = _stack_of(self._main)
         calls = [f"{'/'.join(Path(frame.filename).parts[-2:])}:{frame.lineno} {frame.name}" for frame in stack]
         where = " > ".join(calls)
         waits = _in_collective(stack)
-        overdue = waits and idle_seconds > OVERDUE * self._limit()
+        overdue = waits and idle_seconds > OVERDUE * limit
         if device_type() != "cpu" and (self.current in QUEUEING or overdue):
             return End("hung", f"hung: all ranks wait, perhaps for the network; the stack of rank {rank}: {where}")
-        if not waits:
-            return End("hung", f"hung: rank {rank} ({socket.gethostname()}) is stuck; its stack: {where}", rank)
-        return None
+        if waits:
+            return None
+        return End("hung", f"hung: rank {rank} ({socket.gethostname()}) is stuck; its stack: {where}", rank)
 
 
 def _stack_of(thread: int) -> list[traceback.FrameSummary]:

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,9 +18,8 @@ from config import TitaniteError, command_line, file_errors, tomllib
 from storage.records import output_file, read_records
 
 MAX_POINTS = 4000  # per curve: longer ones keep every n-th row
-AXES = ("step", "tokens", "hours")
 NO_CURVE = ("step", "tokens", "interval_steps", "skipped", "time")  # of a row: every other field is drawn
-Charts = dict[str, dict[str, list[Any]]]  # field of metrics.jsonl → columns AXES and value
+Charts = dict[str, list[tuple[float, ...]]]  # field of metrics.jsonl → (step, tokens, hours, value) of its rows
 
 
 def write_page(runs: Sequence[Path], output: Path) -> None:
@@ -36,11 +35,12 @@ def write_page(runs: Sequence[Path], output: Path) -> None:
             print(f"{folder}: left out, no step was logged there")
     if not charts:
         raise TitaniteError("no run to compare")
-    fields = dict.fromkeys(chain.from_iterable(charts.values()))
-    found = sorted(fields, key=lambda field: not is_loss(field))  # losses first
+    found = sorted(
+        dict.fromkeys(field for own in charts.values() for field in own), key=lambda field: not is_loss(field)
+    )
     shown = []
     for name, own in zip(name_runs(list(charts)), charts.values(), strict=True):
-        thinned = {field: _thinned(table) for field, table in own.items()}
+        thinned = {field: _thinned(points) for field, points in own.items()}
         shown.append({"name": name, "summary": summarize(own, found), "charts": thinned})
     data = {"runs": shown, "charts": found, "settings": differing_settings(settings)}
     template = Path(__file__).with_name("compare.html").read_text(encoding="utf-8")
@@ -54,19 +54,7 @@ def read_run(folder: Path) -> tuple[Charts, dict[str, list[Any]]]:
     """(charts, settings) of a run; a setting has the values of its starts, in order. Raises TitaniteError."""
     try:
         with file_errors():
-            file, starts = folder / "config.toml", read_records(folder / "starts.jsonl")
-            sections = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-            last = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-            settings: dict[str, list[Any]] = {key: [] for key in last}
-            for start in starts:
-                found = {key: old for key, (old, _) in start.get("changed", {}).items()}  # from config.toml until then
-                found |= {key: start[key] for key in ("world_size", "git_commit", "patch", "python") if key in start}
-                found |= {f"package {name}": version for name, version in start.get("packages", {}).items()}
-                for key, value in found.items():
-                    settings.setdefault(key, []).append(value)
-            for key, value in last.items():
-                settings[key].append(value)
-            return read_charts(folder), settings
+            return read_charts(folder), read_settings(folder)
     except (ValueError, KeyError, TypeError) as error:
         files = "metrics.jsonl, starts.jsonl or config.toml"
         raise TitaniteError(f"{folder}: its {files} is not as a run writes it: {error!r}") from None
@@ -92,16 +80,31 @@ def read_charts(folder: Path) -> Charts:
         hours += (row["step_seconds"] or 0) * (row["interval_steps"] or 0) / 3600
         for field, value in row.items():
             if field not in NO_CURVE and value is not None and math.isfinite(value):
-                table = charts.setdefault(field, {column: [] for column in (*AXES, "value")})
-                for column, x in zip(table.values(), (row["step"], row["tokens"], hours, value), strict=True):
-                    column.append(x)
+                charts.setdefault(field, []).append((row["step"], row["tokens"], hours, value))
     return charts
+
+
+def read_settings(folder: Path) -> dict[str, list[Any]]:
+    """The values of each setting in the starts of a run, in order, with its versions."""
+    values: dict[str, list[Any]] = {}
+    for start in read_records(folder / "starts.jsonl"):
+        found = {key: old for key, (old, _) in start["changed"].items()}  # from config.toml until then
+        found |= {key: start[key] for key in ("world_size", "git_commit", "patch", "python")}
+        found |= {f"package {name}": version for name, version in start["packages"].items()}
+        for key, value in found.items():
+            values.setdefault(key, []).append(value)
+    file = folder / "config.toml"
+    sections = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    for section, keys in sections.items():
+        for key, value in keys.items():
+            values.setdefault(f"{section}.{key}", []).append(value)
+    return values
 
 
 def differing_settings(runs: Sequence[Mapping[str, list[Any]]]) -> list[list[str]]:
     """A row for each setting that differs between the runs, or the starts of one: its key, then its values by run."""
     rows = []
-    for key in dict.fromkeys(chain.from_iterable(runs)):
+    for key in dict.fromkeys(key for run in runs for key in run):
         texts = [_changes(run.get(key, [])) for run in runs]
         if key != "run.folder" and (len(set(texts)) > 1 or "→" in texts[0]):
             rows.append([key, *texts])
@@ -115,35 +118,41 @@ def _changes(values: Sequence[Any]) -> str:
 
 
 def summarize(charts: Charts, found: Sequence[str]) -> list[float | None]:
-    """How far a run has come on each axis, then for each field of `found` the last loss or the median of other values.
+    """How far a run has come: step, tokens, hours; for each field of `found` the last loss or the median of others.
 
     None: the run does not have the field.
     """
-    values = {field: table["value"] for field, table in charts.items()}
-    figures = {field: own[-1] if is_loss(field) else median(own) for field, own in values.items()}
-    ends = [max(table[axis][-1] for table in charts.values()) for axis in AXES]
-    return ends + [figures.get(field) for field in found]
+    figures: list[float | None] = [*max(points[-1][:3] for points in charts.values())]
+    for field in found:
+        values = [point[-1] for point in charts.get(field, [])]
+        if not values:
+            figures.append(None)
+        else:
+            figures.append(values[-1] if is_loss(field) else median(values))
+    return figures
 
 
 def is_loss(field: str) -> bool:
-    """Whether a field falls while a run learns, so that its last value counts."""
+    """Whether a field falls while a run learns, so that its last value counts, and its curve comes first."""
     return "loss" in field or field.startswith("bits_per_byte")
 
 
-def _thinned(table: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """At most MAX_POINTS rows, evenly spaced, with the last one."""
-    rows = len(table["value"])
-    stride = math.ceil(rows / MAX_POINTS)
-    first = (rows - 1) % stride
-    return {name: values[first::stride] for name, values in table.items()}
+def _thinned(points: Sequence[tuple[float, ...]]) -> Sequence[tuple[float, ...]]:
+    """At most MAX_POINTS, evenly spaced, with the last one."""
+    stride = math.ceil(len(points) / MAX_POINTS)
+    return points[(len(points) - 1) % stride :: stride]
 
 
 def name_runs(folders: Sequence[Path]) -> list[str]:
     """The folders' last names, or their paths if two share one; a branch also after its parent."""
-    last = [folder.name for folder in folders]
-    names = last if len(set(last)) == len(last) else [str(folder) for folder in folders]
-    parents = map(read_parent, folders)
-    return [f"{name} from {at.place}@{at.step}" if at else name for name, at in zip(names, parents, strict=True)]
+    names = [folder.name for folder in folders]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    for number, folder in enumerate(folders):
+        parent = read_parent(folder)
+        if parent:
+            names[number] += f" from {parent.place}@{parent.step}"
+    return names
 
 
 def main(argv: Sequence[str]) -> None:

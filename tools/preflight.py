@@ -68,47 +68,66 @@ def best_seconds(work: Callable[[], object], device: torch.device) -> float:
 
 def time_gemm(device: torch.device) -> tuple[float, int]:
     """Seconds of a matrix product of whole numbers and its checksum, which rounding cannot change."""
-    size, dtype = (1024, torch.float32) if device.type == "cpu" else (8192, torch.bfloat16)
-    generator = torch.Generator().manual_seed(0)
-    left, right = (torch.randint(-2, 3, (size, size), generator=generator).to(device, dtype) for _ in range(2))
-    seconds = best_seconds(lambda: left @ right, device)
-    product = (left @ right).to(torch.float32)
+    size = 8192
+    dtype = torch.bfloat16
+    if device.type == "cpu":
+        size = 1024
+        dtype = torch.float32
+    matrix = torch.randint(-2, 3, (size, size), generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    seconds = best_seconds(lambda: matrix @ matrix, device)
+    product = (matrix @ matrix).to(torch.float32)
     return seconds, int(product.view(torch.int32).sum(dtype=torch.int64))
 
 
 def time_transfers(device: torch.device) -> tuple[dict[int, float], float]:
     """Gbit/s from the previous rank and from the rank half of all away, by rank, and of an all-reduce."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    sent, received = (torch.ones(TRANSFER_BYTES // 4, device=device) for _ in range(2))
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    sent = torch.ones(TRANSFER_BYTES // 4, device=device)
+    received = torch.empty_like(sent)
 
     def exchange(shift: int) -> None:
         to = dist.P2POp(dist.isend, sent, (rank + shift) % size)
         for work in dist.batch_isend_irecv([to, dist.P2POp(dist.irecv, received, (rank - shift) % size)]):
             work.wait()
 
-    seconds = {shift: best_seconds(partial(exchange, shift), device) for shift in ({1, size // 2} if size > 1 else ())}
-    gbits = {(rank - shift) % size: 8e-9 * TRANSFER_BYTES / seconds[shift] for shift in seconds}
-    return gbits, 8e-9 * TRANSFER_BYTES / best_seconds(lambda: dist.all_reduce(sent), device)
+    def gbits(work: Callable[[], object]) -> float:
+        return 8e-9 * TRANSFER_BYTES / best_seconds(work, device)
+
+    shifts = {1, size // 2} if size > 1 else ()
+    rates = {(rank - shift) % size: gbits(partial(exchange, shift)) for shift in shifts}
+    return rates, gbits(lambda: dist.all_reduce(sent))
 
 
 def find_faults(reports: Sequence[Report], expect_gbits: float) -> list[str]:
     """A line per fault, with its rank. What most ranks have counts as right."""
     gemm = median_low([report.gemm_seconds for report in reports])
-    wanted = expect_gbits or median_low([rate for report in reports for rate in report.gbits.values()] or [0.0])
+    wanted = expect_gbits or median_low(all_gbits(reports))
+    usual = {}
+    for what in reports[0].alike:
+        values = [report.alike[what] for report in reports]
+        usual[what] = max(values, key=values.count)
     faults = []
     for rank, report in enumerate(reports):
-        found = [report.storage_error] if report.storage_error else []
-        for what, value in report.alike.items():
-            values = [other.alike[what] for other in reports]
-            if value != (usual := max(values, key=values.count)):
-                found.append(f"{what} is {value}, the others have {usual}")
+        found = [
+            f"{what} is {value}, the others have {usual[what]}"
+            for what, value in report.alike.items()
+            if value != usual[what]
+        ]
+        if report.storage_error:
+            found.append(report.storage_error)
         if report.gemm_seconds > SLOW * gemm:
             found.append(f"a matrix product takes {1e3 * report.gemm_seconds:.2f} ms, usual are {1e3 * gemm:.2f} ms")
         for source, rate in report.gbits.items():
             if rate * SLOW < wanted:
                 found.append(f"{rate:.2f} Gbit/s from rank {source} ({reports[source].host}), wanted {wanted:.2f}")
-        faults += [f"rank {rank} ({report.host}): {fault}" for fault in found]
+        faults += [f"fault: rank {rank} ({report.host}): {fault}" for fault in found]
     return faults
+
+
+def all_gbits(reports: Sequence[Report]) -> list[float]:
+    """The rates of all pairs; 0 for one rank alone."""
+    return [rate for report in reports for rate in report.gbits.values()] or [0.0]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -120,20 +139,21 @@ def main(argv: Sequence[str]) -> int:
     environment = launch_environment()
     logging.disable(logging.WARNING)
     device = init_distributed(environment, Comm(init_timeout_seconds=120))
-    storage_error, (gemm_seconds, checksum) = try_storage(arguments.storage), time_gemm(device)
+    storage_error = try_storage(arguments.storage)
+    gemm_seconds, checksum = time_gemm(device)
     gbits, all_reduce = time_transfers(device)
     versions = {"python": platform.python_version(), "torch": torch.__version__, **package_versions()}
     alike = {**dict.fromkeys(PACKAGES), **versions, "the result of a matrix product": checksum}
-    reports: list[Any] = [None] * dist.get_world_size()
+    reports: list[Any] = [None] * environment.world_size
     dist.all_gather_object(reports, Report(socket.gethostname(), storage_error, alike, gemm_seconds, gbits))
     faults = find_faults(reports, arguments.expect_gbits)
     if environment.rank == 0:
         gemms = [1e3 * report.gemm_seconds for report in reports]
-        rates = [rate for report in reports for rate in report.gbits.values()] or [0.0]
+        rates = all_gbits(reports)
         print(f"ranks: {len(reports)}, hosts: {len({report.host for report in reports})}, {device.type}, {versions}")
         print(f"matrix product: {min(gemms):.2f} to {max(gemms):.2f} ms")
         print(f"pairs: {min(rates):.2f} to {max(rates):.2f} Gbit/s, all-reduce: {all_reduce:.2f} Gbit/s")
-        print(*(f"fault: {fault}" for fault in faults), f"faults found: {len(faults)}", sep="\n")
+        print(*faults, f"faults found: {len(faults)}", sep="\n")
     dist.barrier()  # until rank 0 has printed
     shut_down()
     return int(bool(faults))

@@ -2,97 +2,66 @@
 
 python -m tools.size
 
-Docstrings do not count. Lines can be saved by writing two thoughts into one, nodes cannot. Nodes a statement and the
-counts per 1,000 statements say how much one statement holds: `:=`, values assigned to names side by side,
-comprehensions, conditional expressions; and the share of lines over 100 characters.
+Docstrings do not count. Lines can be saved by writing two thoughts into one, nodes cannot. `each`: nodes a statement.
+The next columns count per 1,000 statements what makes one statement hold several thoughts.
 """
 
 import argparse
 import ast
-from collections import Counter
-from collections.abc import Iterator
+import subprocess
+from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 APART = ("tests", "benchmarks")  # rooms that do not count in the whole
 LONG_LINE = 100
-DENSE = (":=", "a, b = c, d", "comprehensions", "x if y else z")
-COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-HEADER = ("room", "lines", "statements", "nodes", "each", *DENSE, "long lines")
-
-
-def sources() -> Iterator[tuple[str, Path]]:
-    """(room, file) of each Python file; a file at the top is a room of its own."""
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT).parts
-        if not any(part.startswith(".") for part in parts):
-            yield parts[0], path
+DENSE: dict[str, Any] = {
+    ":=": ast.NamedExpr,
+    "comprehensions": (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+    "x if y else z": ast.IfExp,
+    "*": ast.Starred,
+}
 
 
 def measure(source: str) -> Counter[str]:
-    """What a file holds, each under its name in HEADER."""
-    tree = ast.parse(source)
-    remove_docstrings(tree)
-    found: Counter[str] = Counter()
-    for node in ast.walk(tree):
+    """What a file holds."""
+    lines = source.splitlines()
+    found = Counter(lines=len(lines), long=sum(len(line) > LONG_LINE for line in lines))
+    for node in ast.walk(ast.parse(source)):
         found["nodes"] += 1
         found["statements"] += isinstance(node, ast.stmt)
-        found[":="] += isinstance(node, ast.NamedExpr)
-        found["comprehensions"] += isinstance(node, COMPREHENSIONS)
-        found["x if y else z"] += isinstance(node, ast.IfExp)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-            found["a, b = c, d"] += isinstance(node.targets[0], ast.Tuple)
-    lines = source.splitlines()
-    found["lines"] = len(lines)
-    found["long lines"] = sum(len(line) > LONG_LINE for line in lines)
+        for name, kind in DENSE.items():
+            found[name] += isinstance(node, kind)
+        match node:
+            case ast.Assign(targets=[ast.Tuple(), *_], value=ast.Tuple()):
+                found["a, b = c, d"] += 1
+        match getattr(node, "body", None):
+            case [ast.Expr(value=ast.Constant(value=str())), *_]:
+                found.update(nodes=-2, statements=-1)  # a docstring
     return found
-
-
-def remove_docstrings(tree: ast.AST) -> None:
-    """Drop them from a syntax tree."""
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list) and body and is_text(body[0]):
-            del body[0]
-
-
-def is_text(statement: ast.AST) -> bool:
-    """Whether a statement is a string by itself."""
-    value = getattr(statement, "value", None)
-    return isinstance(statement, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str)
-
-
-def row(room: str, found: Counter[str]) -> str:
-    """A line of the table."""
-    statements = max(found["statements"], 1)
-    columns = [f"{found['lines']:,}", f"{statements:,}", f"{found['nodes']:,}", f"{found['nodes'] / statements:.1f}"]
-    columns += [f"{1000 * found[name] / statements:.1f}" for name in DENSE]
-    columns.append(f"{100 * found['long lines'] / max(found['lines'], 1):.1f} %")
-    return line_of([room, *columns])
-
-
-def line_of(columns: list[str]) -> str:
-    """Columns as wide as their heads."""
-    cells = [column.rjust(max(len(head), 10)) for column, head in zip(columns, HEADER, strict=True)]
-    return "  ".join([columns[0].ljust(16), *cells[1:]])
 
 
 def main() -> None:
     """Print the table."""
     summary = "Statements and nodes of the syntax tree, per room."
     argparse.ArgumentParser(prog="python -m tools.size", description=summary).parse_args()
-    rooms: dict[str, Counter[str]] = {}
-    whole: Counter[str] = Counter()
-    for room, path in sources():
-        found = measure(path.read_text(encoding="utf-8"))
-        rooms.setdefault(room, Counter()).update(found)
+    files = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    rooms: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for name in files.split():
+        found = measure((ROOT / name).read_text(encoding="utf-8"))
+        room = name.split("/")[0]
+        rooms[room] += found
         if room not in APART:
-            whole.update(found)
-    print(line_of(list(HEADER)))
-    for room, found in sorted(rooms.items(), key=lambda pair: -pair[1]["nodes"]):
-        print(row(room, found))
-    print(row("whole", whole))
-    print(f"whole: without {' and '.join(APART)}; a, b = c, d and the next three: per 1,000 statements")
+            rooms["whole"] += found
+    dense = (*DENSE, "a, b = c, d")
+    print(f"{'room':16}{'lines':>8}{'statements':>12}{'nodes':>9}{'each':>7}", *dense, "long lines", sep="  ")
+    for room, found in sorted(rooms.items(), key=lambda pair: pair[1]["nodes"]):
+        statements = max(found["statements"], 1)
+        counts = f"{room:16}{found['lines']:8,}{statements:12,}{found['nodes']:9,}{found['nodes'] / statements:7.1f}"
+        rates = [f"{1000 * found[name] / statements:{len(name)}.1f}" for name in dense]
+        print(counts, *rates, f"{found['long'] / max(found['lines'], 1):10.1%}", sep="  ")
+    print(f"whole: without {' and '.join(APART)}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Bad steps left out, timeouts, slow checkpoints; and a short chaos under torchrun."""
+"""Bad steps left out, timeouts, slow checkpoints, ranks that are lost."""
 
 import contextlib
 import os
@@ -18,22 +18,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from benchmarks.chaos import ARGUMENTS, Fault, Job, judge_job, suffer, weights
-from benchmarks.chaos_rank import tiny_model
 from checkpoint import files
 from checkpoint.manager import CheckpointManager
-from checkpoint.state import Staging
 from config import Failures, TitaniteError, load_config
+from run.exits import AGAIN
 from run.failures import SIGMA_WINDOW, BadSteps, RolledBackError
 from run.folder import note_start, record_exit
-from run.processes import AGAIN, process_state, shut_down
+from run.processes import process_state, shut_down
 from run.stop import StopRequest
 from storage import LocalStore
 from tests.harness import run_ranks
 from tests.runs import final_weights, flat, how_it_ended, launch, read, rows, same, saved_steps
-from tests.runs import run as run_plainly
 from tools.audit import prove
 from tools.compare import read_charts
 from train import train
@@ -52,13 +48,11 @@ def run(
     arguments: list[str],
     bad_steps: tuple[int, ...] = (),
     stop_after: int = 0,
-    damage_after: int = 0,
     spoils_gradients: bool = False,
 ) -> str:
     """Train; rank 1's n-th forward is NaN for n in `bad_steps`; the error that ended it, or "crash" if cut off.
 
-    The checkpoint of step `damage_after` is damaged once it is saved. `spoils_gradients`: not the forward is NaN, but
-    its gradients.
+    `spoils_gradients`: not the forward is NaN, but its gradients.
     """
     config, forwards = load_config(arguments), [0]
 
@@ -76,9 +70,6 @@ def run(
     def after_step(step: int) -> None:
         if step == stop_after:
             raise KeyboardInterrupt
-        if step == damage_after and dist.get_rank() == 0:
-            (file,) = Path(config.run.folder).glob(f"checkpoints/step-{step:08}-*/__0_0.distcp")
-            file.write_bytes(bytes(file.stat().st_size))
 
     nn.modules.module.register_module_forward_hook(spoil)
     try:
@@ -120,12 +111,12 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(
 ) -> None:
     words, rolled, told = [*small, ROLLBACK], tmp_path / "rolled", tmp_path / "told"
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    assert launch(2, rolled, words, (10,), 0, 0, True, function=run) == ["rolled back"] * 2
+    assert launch(2, rolled, words, (10,), 0, True, function=run) == ["rolled back"] * 2
     ended = how_it_ended(rolled)
     assert (ended["kind"], ended["step"], ended["last_checkpoint"]) == ("rolled back", 10, 5)
     assert launch(2, rolled, words, function=run) == ["", ""]
     assert left_out(rolled) == [(6, 10)]
-    assert read_charts(rolled)["loss"]["step"] == [1, 2, 3, 4, 5, 11, 12]
+    assert [step for step, *_ in read_charts(rolled)["loss"]] == [1, 2, 3, 4, 5, 11, 12]
     assert saved_steps(rolled) == [5, 10, 12], "what is due at a step comes at it"
     # The same, known beforehand: a run whose record has those steps from its first crash on.
     launch(2, told, words, (), 5, function=run)
@@ -133,19 +124,6 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(
     launch(2, told, words, function=run)
     assert same_weights(told, rolled, tmp_path)
     assert prove(rolled)[-1].startswith(f"{rolled}/skipped.jsonl lists steps")
-
-
-def test_a_rollback_past_a_damaged_checkpoint_goes_on_with_the_one_before(
-    small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
-    words = [*small, ROLLBACK, "--failures.bad_step_budget=1"]
-    # Step 11 is bad. The next start passes step 10's checkpoint over for step 5's; its step 7 spends the budget.
-    assert launch(2, tmp_path, words, (11,), 0, 10, function=run) == ["rolled back"] * 2
-    launch(2, tmp_path, words, (2,), function=run)
-    record = how_it_ended(tmp_path)
-    assert (record["step"], record["last_checkpoint"]) == (7, 5)
-    assert prove(tmp_path)[0].startswith("7 steps")
 
 
 def test_the_budget_ends_the_run_on_all_ranks(small: tuple[str, ...], tmp_path: Path) -> None:
@@ -207,10 +185,10 @@ def test_timeouts_are_those_of_the_settings(small: tuple[str, ...], tmp_path: Pa
         assert after == {222, 2400}
 
 
-def exit_code(arguments: list[str], steps: int, *signals: signal.Signals) -> Any:
+def exit_code(arguments: list[str], *signals: signal.Signals) -> Any:
     """Of a rank alone on its node; rank 1 gets the signals after step 2. None leaves before rank 0 has said why."""
     os.environ["LOCAL_RANK"] = "0"
-    config = load_config([*arguments, f"--training.steps={steps}"])
+    config = load_config(arguments)
 
     def say_slowly(*ended: Any) -> bool:
         time.sleep(1)
@@ -228,15 +206,39 @@ def exit_code(arguments: list[str], steps: int, *signals: signal.Signals) -> Any
         except SystemExit as ended:
             code = ended.code
             shut_down()  # as the end of the process would
-    assert steps == 2 or Path(config.run.folder, "exit.json").exists()
+    assert config.training.steps == 2 or Path(config.run.folder, "exit.json").exists()
     return code
 
 
-def test_a_node_that_is_taken_does_not_end_the_run_on_the_others(small: tuple[str, ...], tmp_path: Path) -> None:
-    taken, asked = (signal.SIGTERM,), (signal.SIGINT, signal.SIGTERM)  # as torchrun sends of a Ctrl-C that comes twice
-    for steps, signals, expected in ((12, taken, [AGAIN, 0]), (2, taken, [0, 0]), (13, asked, [0, 0])):
-        assert launch(2, tmp_path / str(steps), small, steps, *signals, function=exit_code) == expected
-    assert saved_steps(tmp_path / "12") == [3], "the vote cast after step 2 was read after step 3"
+@pytest.mark.parametrize(
+    ("steps", "signals", "codes", "saved"),
+    [
+        (12, [signal.SIGTERM], [AGAIN, 0], 3),  # the vote cast after step 2 is read after step 3
+        (2, [signal.SIGTERM], [0, 0], 2),
+        (12, [signal.SIGINT, signal.SIGTERM], [0, 0], 3),  # as torchrun sends of a Ctrl-C that comes twice
+    ],
+)
+def test_a_node_that_is_taken_does_not_end_the_run_on_the_others(
+    steps: int, signals: list[signal.Signals], codes: list[int], saved: int, small: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = [*small, f"--training.steps={steps}"]
+    assert launch(2, tmp_path, words, *signals, function=exit_code) == codes
+    assert saved_steps(tmp_path) == [saved]
+
+
+def test_a_second_ctrl_c_is_a_persons_wish_and_starts_nothing_again(small: tuple[str, ...], tmp_path: Path) -> None:
+    launch(1, tmp_path, small, function=interrupt_twice)
+    ended = how_it_ended(tmp_path)
+    assert (ended["kind"], ended["cause"], ended["start_again"]) == ("stopped", "stopped by SIGINT, at once", False)
+
+
+def interrupt_twice(arguments: list[str]) -> None:
+    def after_step(step: int) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(SystemExit, match="130"):
+        train(load_config(arguments), after_step)
 
 
 def run_on_full_disk(arguments: list[str]) -> str:
@@ -282,7 +284,6 @@ def test_a_full_disk_of_the_run_folder_ends_the_run_with_a_checkpoint(
     assert again == f"ConfigError: run.folder = '{disk}/run': cannot be written: No space left on device"
     (disk / "filler").unlink()
     assert launch(2, disk / "run", [*words, f"--training.steps={saved + 2}"], function=run) == ["", ""]
-    assert list(rows(disk / "run"))[-2:] == [saved + 1, saved + 2]
     assert f"{saved + 2} steps" in prove(disk / "run")[0]
 
 
@@ -310,57 +311,33 @@ class Clock:
             assert self.looked.wait_for(lambda: self.looks >= seen, 60)
 
 
-def be_slow(arguments: list[str], what: str, seconds: float, bad_steps: tuple[int, ...] = ()) -> str:
-    """`run` under the watchdog, where each read, upload or copy of a checkpoint takes `seconds` by its clock."""
+def be_slow(arguments: list[str], seconds: float, bad_steps: tuple[int, ...] = ()) -> str:
+    """`run` under the watchdog, where each read or upload of a checkpoint takes `seconds` by its clock."""
     os.environ["TORCHELASTIC_RUN_ID"] = "job"  # without torchrun the watchdog ends nothing
     clock, waited = Clock(), threading.Event()
-    read = LocalStore.read
-
-    def slow(original: Any) -> Any:
-        def call(*rest: Any) -> Any:
-            clock.advance(seconds)
-            return original(*rest)
-
-        return call
-
-    def once_waited(original: Any) -> Any:
-        def call(*rest: Any) -> Any:
-            assert waited.wait(60), "the main thread goes on until it waits for this"
-            return slow(original)(*rest)
-
-        return call
-
-    def then_wait(original: Any) -> Any:
-        def call(*rest: Any) -> Any:
-            waited.set()
-            return original(*rest)
-
-        return call
+    read, copy, last_saved = LocalStore.read, files.copy_files, CheckpointManager.last_saved
 
     def read_slowly(store: LocalStore, name: str, *rest: Any) -> Any:
-        return (slow(read) if name.endswith(".distcp") else read)(store, name, *rest)
+        if name.endswith(".distcp"):
+            clock.advance(seconds)
+        return read(store, name, *rest)
 
-    def prepare_slowly(staging: Staging, sources: Any) -> Any:
-        waited.clear()
-        return once_waited(prepare(staging, sources))
+    def upload_slowly(*rest: Any) -> None:
+        assert waited.wait(60), "the main thread goes on until it waits for this"
+        clock.advance(seconds)
+        copy(*rest)
 
-    prepare = Staging.prepare
-    patches: dict[str, dict[Any, dict[str, Any]]] = {
-        "read": {LocalStore: {"read": read_slowly}, files: {"RANGE_BYTES": 1}},
-        "upload": {
-            files: {"copy_files": once_waited(files.copy_files)},
-            CheckpointManager: {"last_saved": then_wait(CheckpointManager.last_saved)},
-        },
-        "copies": {
-            Staging: {"prepare": prepare_slowly, "wait": then_wait(Staging.wait)},
-            CheckpointManager: {"wait": then_wait(CheckpointManager.wait)},
-        },
-    }
+    def await_upload(manager: CheckpointManager) -> int | None:
+        waited.set()
+        return last_saved(manager)
+
     own_clock = SimpleNamespace(monotonic=clock.monotonic, sleep=time.sleep)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.multiple("run.watchdog", POLL_SECONDS=0.01, time=own_clock))
-        for target, replaced in patches[what].items():
-            stack.enter_context(mock.patch.multiple(target, **replaced))
+    with (
+        mock.patch.multiple("run.watchdog", POLL_SECONDS=0.01, time=own_clock),
+        mock.patch.multiple(LocalStore, read=read_slowly),
+        mock.patch.multiple(files, copy_files=upload_slowly, RANGE_BYTES=1),
+        mock.patch.object(CheckpointManager, "last_saved", await_upload),
+    ):
         return run(arguments, bad_steps)
 
 
@@ -378,23 +355,11 @@ def test_a_load_may_take_long_as_long_as_it_moves(how: str, small: tuple[str, ..
         folder = tmp_path / "second"
         words += [f"--checkpoint.initial_load={first}"]
     with pytest.raises(AssertionError, match="rank 0 ended with 75"):
-        launch(1, folder, words, "read", HUNG, function=be_slow)
+        launch(1, folder, words, HUNG, function=be_slow)
     ended = how_it_ended(folder)
-    assert (ended["kind"], ended["section"]) == ("hung", "load")
-    assert launch(1, folder, words, "read", SLOW, function=be_slow) == [""]
-
-
-def test_a_save_in_the_background_may_take_longer_than_a_step(small: tuple[str, ...], tmp_path: Path) -> None:
-    """Its bits are those of its step: the loop waits for the copies."""
-    words = [*small, *LIMITS, "--checkpoint.mode=async"]
-    assert launch(1, tmp_path / "slow", words, "copies", SLOW, function=be_slow) == [""]
-    launch(1, tmp_path / "plain", small)
-    saved = []
-    for name in ("slow", "plain"):
-        (folder,) = (tmp_path / name / "checkpoints").glob("step-00000005-*")
-        dcp_to_torch_save(folder, tmp_path / "all.pt")
-        saved.append(flat(torch.load(tmp_path / "all.pt", weights_only=True)))
-    assert same(*saved)
+    assert (ended["kind"], ended["section"], ended["start_again"]) == ("hung", "load", True)
+    assert re.match(r"hung: rank 0 .* is stuck; its stack: .*checkpoint/manager.py:\d+ _load_all", ended["cause"])
+    assert launch(1, folder, words, SLOW, function=be_slow) == [""]
 
 
 def test_a_rollback_may_wait_for_a_long_upload(
@@ -402,7 +367,7 @@ def test_a_rollback_may_wait_for_a_long_upload(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     words = [*small, *LIMITS, ROLLBACK, f"--checkpoint.upload={tmp_path / 'far'}"]
-    assert launch(2, tmp_path / "run", words, "upload", SLOW, (7,), function=be_slow) == ["rolled back"] * 2
+    assert launch(2, tmp_path / "run", words, SLOW, (7,), function=be_slow) == ["rolled back"] * 2
     assert left_out(tmp_path / "run") == [(6, 7)]
 
 
@@ -428,17 +393,17 @@ def misbehave(module, *rest):
         os.kill(os.getpid(), signal.SIGKILL)
     raise TitaniteError("a mistake of rank 1")
 
-if os.environ["HOW"]:
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     nn.modules.module.register_module_forward_hook(misbehave)
 run_and_leave(train.main)
 """
 
 
-def start_node(folder: Path, ranks: int, how: str, *words: str) -> tuple[int, str]:
+def start_node(folder: Path, ranks: int, how: str, *words: str, restarts: int = 0) -> tuple[int, str]:
     """What launch/node.sh ends with and prints, for a run in folder/run whose last rank ends as `how` says."""
     (folder / "rank.py").write_text(RANK)
     torchrun = ("--nnodes=1", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
-    command = ["launch/node.sh", folder / "run", *torchrun, folder / "rank.py", *words]
+    command = ["launch/node.sh", folder / "run", *torchrun, f"--max-restarts={restarts}", folder / "rank.py", *words]
     bad = {"HOW": how, "BAD_RANK": str(ranks - 1)}
     environment = os.environ | bad | {"PYTHONPATH": ".", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "30"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE)
@@ -446,23 +411,30 @@ def start_node(folder: Path, ranks: int, how: str, *words: str) -> tuple[int, st
 
 
 @pytest.mark.parametrize(
-    ("how", "code", "kind", "cause", "said"),
+    ("how", "code", "kind", "said"),
     [
-        ("killed", 75, "lost", "rank 1 was lost", "exit: rank 1 was lost"),
-        ("mistaken", 100, "error", "a mistake", "error (rank 1): a mistake"),
+        ("killed", 75, "lost", "exit: rank 1 was lost"),
+        ("mistaken", 100, "error", "error (rank 1): a mistake of rank 1\n"),
     ],
 )
 def test_a_rank_that_waits_in_a_driver_notices_that_another_is_gone(
-    how: str, code: int, kind: str, cause: str, said: str, small: tuple[str, ...], tmp_path: Path
+    how: str, code: int, kind: str, said: str, small: tuple[str, ...], tmp_path: Path
 ) -> None:
     """And leaves the last word to that rank, if it had one."""
     ended, printed = start_node(tmp_path, 2, how, *small)
     record = how_it_ended(tmp_path / "run")
     assert (ended, record["kind"], record["rank"], record["start_again"]) == (code, kind, 1, code == 75)
-    assert record["cause"].startswith(cause)
     assert said in printed
     assert "Unable to shutdown process" not in printed, "torchrun had to kill the rank that waits"
     assert ("was lost" in printed) == (kind == "lost")
+
+
+def test_torchrun_starts_a_job_again_that_has_lost_a_rank(small: tuple[str, ...], tmp_path: Path) -> None:
+    assert start_node(tmp_path, 2, "killed", *small, "--training.steps=3", restarts=1)[0] == 0
+    first, second = read(tmp_path / "run", "starts.jsonl")
+    assert first["job"] == second["job"] == "run", "the folder names the job"
+    assert (second["after"]["kind"], second["after"]["rank"]) == ("lost", 1)
+    assert how_it_ended(tmp_path / "run")["kind"] == "finished"
 
 
 def test_a_node_whose_ranks_are_all_killed_starts_again_until_that_leads_nowhere(
@@ -473,37 +445,9 @@ def test_a_node_whose_ranks_are_all_killed_starts_again_until_that_leads_nowhere
     assert (first, second) == (75, 100)
     assert "in a row that ended without a new checkpoint: 1" in printed
     assert not (tmp_path / "run" / "exit.json").exists()
-    record = read(tmp_path / "run", "starts.jsonl")[0]
-    assert record["job"] == "run", "the folder names the job"
 
 
-# ---------------------------------------------------------------- chaos
-
-
-def run_undisturbed(arguments: list[str]) -> None:
-    with mock.patch("train.find_model", tiny_model):
-        run_plainly(arguments)
-
-
-def test_jobs_survive_faults_with_the_same_weights_and_the_right_verdicts(dataset: Path, tmp_path: Path) -> None:
-    words = [*ARGUMENTS, "--training.steps=40", f"--data.datasets={dataset}"]
-    launch(2, tmp_path / "undisturbed", words, function=run_undisturbed)
-    faults = [Fault("SIGKILL", 8, 1, 0.01), Fault("SIGSTOP", 17, 0, 0.02)]
-    with contextlib.closing(Job(tmp_path / "struck", dataset, "--training.steps=40")) as job:
-        suffer(job, faults, None, [])
-    row = judge_job(job, weights(tmp_path / "undisturbed", tmp_path), tmp_path)
-    assert (row["ledger"], row["bit_equal"], row["wrong_verdicts"]) == ("exact", True, 0)
-    ends = [(start["after"]["kind"], start["after"]["rank"]) for start in read(job.run, "starts.jsonl")[1:]]
-    assert ends == [("lost", 1), ("hung", 0)]
-    assert how_it_ended(job.run)["kind"] == "finished"
-
-
-def test_a_second_ctrl_c_is_a_persons_wish_and_starts_nothing_again(small: tuple[str, ...], tmp_path: Path) -> None:
-    twice = (signal.SIGINT, signal.SIGINT)
-    with pytest.raises(AssertionError, match="KeyboardInterrupt"):
-        launch(2, tmp_path, small, 12, *twice, function=exit_code)
-    ended = how_it_ended(tmp_path)
-    assert (ended["kind"], ended["cause"], ended["start_again"]) == ("stopped", "stopped by SIGINT, at once", False)
+# ---------------------------------------------------------------- starts
 
 
 def stop_before_training(arguments: list[str]) -> Any:
@@ -519,39 +463,33 @@ def stop_before_training(arguments: list[str]) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return 0
 
-    with mock.patch.object(CheckpointManager, "load", load), pytest.raises(SystemExit) as ended:
+    with mock.patch.object(CheckpointManager, "load", load), pytest.raises(SystemExit, match="143"):
         train(load_config(arguments))
-    return ended.value.code
 
 
-def test_a_rank_that_is_lost_before_training_is_named(small: tuple[str, ...], tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="rank 1 ended with -9"):
-        launch(2, tmp_path, small, function=stop_before_training)
-    ended = how_it_ended(tmp_path)
-    assert (ended["kind"], ended["rank"], ended["section"], ended["start_again"]) == ("lost", 1, "start", True)
-
-
-def test_a_request_to_stop_before_the_first_step_ends_at_once_and_is_no_crash(
-    small: tuple[str, ...], tmp_path: Path
+@pytest.mark.parametrize(("ranks", "kind"), [(1, "stopped"), (2, "lost")])
+def test_a_rank_that_is_asked_to_stop_before_training_says_why(
+    ranks: int, kind: str, small: tuple[str, ...], tmp_path: Path
 ) -> None:
-    assert launch(1, tmp_path, small, function=stop_before_training) == [128 + signal.SIGTERM]
+    lost = pytest.raises(AssertionError, match="rank 1 ended with -9")
+    with lost if kind == "lost" else contextlib.nullcontext():
+        launch(ranks, tmp_path, small, function=stop_before_training)
     ended = how_it_ended(tmp_path)
-    found = (ended["kind"], ended["cause"], ended["start_again"])
-    assert found == ("stopped", "stopped by SIGTERM, before any step", True)
+    assert (ended["kind"], ended["section"], ended["start_again"]) == (kind, "start", True)
+    cause = "stopped by SIGTERM, before any step" if kind == "stopped" else "rank 1 was lost"
+    assert ended["cause"].startswith(cause)
 
 
-def starts_noted(arguments: list[str], node_of_one_rank: bool) -> bool:
-    """Whether this rank notes the start on its node."""
-    os.environ |= {"LOCAL_RANK": "0"} if node_of_one_rank else {}
+def starts_noted(arguments: list[str]) -> bool:
+    """Whether this rank, alone on its node, notes the start there."""
+    os.environ["LOCAL_RANK"] = "0"
     with mock.patch("run.run.note_start", wraps=note_start) as note:
         run(arguments)
     return note.called
 
 
 def test_each_node_notes_a_start_and_forgets_how_the_one_before_ended(small: tuple[str, ...], tmp_path: Path) -> None:
-    words = [*small, "--training.steps=1"]
-    assert launch(2, tmp_path / "run", words, False, function=starts_noted) == [True, False]
-    assert launch(2, tmp_path / "run", words, True, function=starts_noted) == [True, True]
+    assert launch(2, tmp_path / "run", [*small, "--training.steps=1"], function=starts_noted) == [True, True]
     node = tmp_path / "a disk of its own" / "run"
     note_start(node)
     noted = (node / ".started").read_bytes()

@@ -172,7 +172,6 @@ class Looked(NamedTuple):
     """What a process saw of a run in itself."""
 
     collected: list[int]  # steps in which garbage was
-    waiting: set[int]  # steps after which a timer still ran
     threads: list[str]  # that are left
     may_open: bool  # as many files as there may be
     seed: int
@@ -180,7 +179,7 @@ class Looked(NamedTuple):
 
 
 def train_and_look(arguments: list[str]) -> Looked:
-    before, collected, waiting, step = set(threading.enumerate()), list[int](), set[int](), 1
+    before, collected, step = set(threading.enumerate()), list[int](), 1
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
 
@@ -191,18 +190,13 @@ def train_and_look(arguments: list[str]) -> Looked:
     def after_step(ended: int) -> None:
         nonlocal step
         step = ended + 1
-        timers = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
-        if not all(timer.finished.is_set() for timer in timers):
-            waiting.add(ended)
 
     gc.callbacks.append(note)
     with mock.patch("run.run.GC_INTERVAL_STEPS", 5):
         train(load_config(arguments), after_step)
     left = [thread.name for thread in set(threading.enumerate()) - before]
     may_open = resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
-    return Looked(
-        collected, waiting, left, may_open, torch.initial_seed(), torch.are_deterministic_algorithms_enabled()
-    )
+    return Looked(collected, left, may_open, torch.initial_seed(), torch.are_deterministic_algorithms_enabled())
 
 
 def test_a_run_says_what_it_trains_and_closes_what_it_has_opened(
@@ -214,7 +208,7 @@ def test_a_run_says_what_it_trains_and_closes_what_it_has_opened(
     words = [*small, "--metrics.hook=closing_tracker:log", "--run.seed=7", "--run.deterministic"]
     (looked,) = launch(1, tmp_path / "run", words, function=train_and_look)
     assert looked.collected == [1, 5, 10]
-    assert (looked.waiting, looked.may_open, looked.seed, looked.deterministic) == (set(), True, 7, True)
+    assert (looked.may_open, looked.seed, looked.deterministic) == (True, 7, True)
     assert not [name for name in looked.threads if name.startswith(("reader", "prefetch"))]
     assert (tmp_path / "closed").exists()
     said, last = capfd.readouterr().err, read(tmp_path / "run", "metrics.jsonl")[-1]

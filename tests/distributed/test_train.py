@@ -3,9 +3,7 @@
 import dataclasses
 import gc
 import gzip
-import itertools
 import json
-import logging
 import os
 import re
 import signal
@@ -13,7 +11,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,7 +28,7 @@ from data.prepare import main as prepare
 from data.shards import DataError, open_dataset
 from generate import main as generate
 from models import MODELS
-from run.watchdog import Watchdog, _stack_of
+from run.watchdog import _stack_of
 from tests.harness import run_ranks
 from tests.runs import (
     STEPS,
@@ -39,7 +36,6 @@ from tests.runs import (
     column,
     final_weights,
     flat,
-    how_it_ended,
     launch,
     read,
     rows,
@@ -71,13 +67,9 @@ def test_the_model_learns_and_the_rows_are_whole(single: Path) -> None:
     held_out = validated(single)
     assert list(held_out) == [6, STEPS]
     assert held_out[STEPS] < held_out[6]
-    asked = {"step", "loss", "validation_loss", "grad_norm", "lr", "tokens", "tps", "mfu", "memory_gib"}
-    assert all({*asked, "data_wait_pct"} <= row.keys() for row in read(single, "metrics.jsonl"))
-    assert all(row["mfu"] is None for row in read(single, "metrics.jsonl")), "the peak of a CPU is not known"
-    assert load_config([f"--config={single / 'config.toml'}"]).training.steps == STEPS
-    (start,) = read(single, "starts.jsonl")
-    assert start["world_size"] == 1
-    assert start["packages"]["torch"] == torch.__version__
+    row = rows(single)[STEPS]
+    assert row["mfu"] is None, "the peak of a CPU is not known"
+    assert all(row[name] > 0 for name in ("grad_norm", "lr", "tokens", "tps", "memory_gib", "data_wait_pct"))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +87,6 @@ def test_a_resumed_run_has_the_same_bits(
     launch(world_size, whole, [*small, *words])
     launch(world_size, cut, [*small, *words], stop_after)
     launch(world_size, cut, [*small, *words])
-    assert len(read(cut, "starts.jsonl")) == 2
     for name in ("loss", "grad_norm", "lr", "tokens"):
         assert column(cut, name) == column(whole, name), name
     weights = flat(final_weights(whole, tmp_path))
@@ -125,17 +116,18 @@ def test_a_term_of_a_fork_is_trained_and_logged_but_not_validated(
     words = [*small, f"--training.loss_chunks={chunks}", "--training.steps=2", "--validation.interval=1"]
     launch(1, tmp_path / "plain", words)
     launch(1, tmp_path / "smoothed", words, function=run_smoothed)
-    plain, smoothed = (rows(tmp_path / name) for name in ("plain", "smoothed"))
-    assert smoothed[1]["loss"] == plain[1]["loss"]
-    assert smoothed[1]["grad_norm"] != pytest.approx(plain[1]["grad_norm"], rel=1e-3)
-    assert 0 < abs(smoothed[1]["smoothing"]) < 0.1
-    validation = [validated(tmp_path / name)[1] for name in ("plain", "smoothed")]
-    assert validation[0] == pytest.approx(validation[1], rel=0.05)  # 0.1 of the uniform part would show
+    plain, smoothed = (rows(tmp_path / name)[1] for name in ("plain", "smoothed"))
+    assert smoothed["loss"] == plain["loss"]
+    assert smoothed["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-3)
+    assert 0 < abs(smoothed["smoothing"]) < 0.1
+    plain, smoothed = (validated(tmp_path / name)[1] for name in ("plain", "smoothed"))
+    assert plain == pytest.approx(smoothed, rel=0.05)  # 0.1 of the uniform part would show
+
+
+def test_that_term_is_label_smoothing() -> None:
     logits, labels = torch.randn(2, 3, 5), torch.randint(0, 5, (2, 3))
     labels[0, 0] = loss.IGNORED
-    exact = torch.nn.functional.cross_entropy(
-        logits.flatten(0, 1).double(), labels.flatten(), reduction="sum", label_smoothing=0.1
-    )
+    exact = nn.CrossEntropyLoss(reduction="sum", label_smoothing=0.1)(logits.flatten(0, 1).double(), labels.flatten())
     assert sum(smooth(logits, labels, 0.0).values()) == pytest.approx(exact.item(), rel=1e-5)
 
 
@@ -148,9 +140,8 @@ def train_each(runs: list[list[str]]) -> list[tuple[Path, float, bool]]:
 def test_two_runs_in_a_process_have_the_bits_of_two_processes(small: tuple[str, ...], tmp_path: Path) -> None:
     runs = [[*small, "--training.param_dtype=bfloat16", f"--run.folder={tmp_path / name}"] for name in "abc"]
     (together,) = run_ranks(1, train_each, runs[:2], start_group=False)
-    (alone,) = run_ranks(1, train_each, runs[2:], start_group=False)
-    assert [folder for folder, *_ in together] == [tmp_path / "a", tmp_path / "b"]
-    assert [rest for _, *rest in together] == [rest for _, *rest in alone] * 2
+    ((alone,),) = run_ranks(1, train_each, runs[2:], start_group=False)
+    assert together == [(tmp_path / name, *alone[1:]) for name in "ab"]
     for key in ("loss", "grad_norm"):
         assert column(tmp_path / "a", key) == column(tmp_path / "b", key) == column(tmp_path / "c", key)
 
@@ -184,46 +175,28 @@ def test_ranks_that_would_read_different_data_do_not_start(
 
 
 def test_steps_may_change_on_resume_also_of_a_run_of_a_version_with_other_settings(
-    small: tuple[str, ...],
-    dataset: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
     with monkeypatch.context() as other_version:
         other_version.setattr("config.to_toml", lambda config: to_toml(config) + "[branch]\nidea = 3\n")
         launch(1, folder, [*small, "--training.steps=4"])
-    generate([str(folder), "--prompt=ba", "--max-tokens=32"])
     validate([str(folder)])
-    out, err = capsys.readouterr()
-    assert "--max-tokens 32 exceed the 32 that the model was trained on" in err
-    assert f"{dataset.name}  loss " in out
     with pytest.raises(ConfigError, match=r"\[branch\]: must be a section"):
         load_config([f"--config={folder / 'config.toml'}"])
     launch(1, folder, [*small, "--training.steps=6"])
     assert sorted(rows(folder)) == [1, 2, 3, 4, 5, 6]
     assert read(folder, "starts.jsonl")[-1]["changed"] == {"training.steps": [4, 6]}
-    files = ("starts.jsonl", "exit.json", "config.toml")
-    before = [(folder / file).read_bytes() for file in files]
-    with pytest.raises(AssertionError, match=r"training.steps = 5: this run has reached step 6"):
-        launch(1, folder, [*small, "--training.steps=5"])
-    assert [(folder / file).read_bytes() for file in files] == before
 
 
 def test_a_model_that_was_added_is_trained_and_used(
-    small: tuple[str, ...],
-    dataset: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
     monkeypatch.setattr("models.MODELS", {**MODELS, "toy": dataclasses.replace(MODELS["llama"], hf=None)})
     launch(1, folder, [*small, "--model.name=toy", "--training.steps=3"])
     generate([str(folder), "--prompt=ba", "--max-tokens=4"])
     validate([str(folder)])
-    assert f"{dataset.name}  loss " in capsys.readouterr().out
     with pytest.raises(CheckpointError, match="its ModelSpec has no `hf`"):
         exported_model({"identity": json.loads((folder / "model.json").read_text())})
     monkeypatch.undo()
@@ -263,21 +236,27 @@ def places(single: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory
     return {"single": single, **{name: folder / name for name in ("empty", "other", "damaged")}}
 
 
+def files_in(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_bad_input_ends_in_one_line(
     mistake: str, places: dict[str, Path], small: tuple[str, ...], tmp_path: Path
 ) -> None:
     words, parts = ([text.format_map(places) for text in texts] for texts in MISTAKES[mistake])
-    before = {path: path.read_bytes() for path in places["single"].iterdir() if path.is_file()}
+    before = files_in(places["single"])
     result = call(tmp_path, *small, f"--run.folder={tmp_path / 'run'}", *words)
     assert result.returncode == 2, result.stderr
-    (said,) = [line for line in result.stderr.splitlines() if "rror" in line]
-    assert said.startswith("error"), result.stderr
-    assert mistake == "damaged dataset" or result.stderr.count("\n") == 1, result.stderr
-    for part in parts:
-        assert part in said
-    assert mistake == "damaged dataset" or not (tmp_path / "run").exists(), "nothing may be written"
-    assert {path: path.read_bytes() for path in places["single"].iterdir() if path.is_file()} == before
+    said = result.stderr
+    if mistake == "damaged dataset":  # found by a step
+        said = said[said.index("error") :]
+    else:
+        assert not (tmp_path / "run").exists(), "nothing may be written"
+    assert said.startswith("error")
+    assert said.count("\n") == 1
+    assert all(part in said for part in parts), said
+    assert files_in(places["single"]) == before
 
 
 def test_a_restart_that_does_not_fit_its_jobs_run_writes_nothing_there(
@@ -287,27 +266,17 @@ def test_a_restart_that_does_not_fit_its_jobs_run_writes_nothing_there(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     words, outputs = [*small, "--training.steps=4", f"--run.outputs={tmp_path / 'outputs'}"], tmp_path / "outputs"
     assert call(tmp_path, *words).returncode == 0
-    before = {path: path.read_bytes() for path in outputs.rglob("*") if path.is_file()}
+    before = files_in(outputs)
     for changed, said in (
         ([f"--data.datasets={places['other']}", "--model.vocab_size=512"], "this run began with another tokenizer"),
         (["--lr_scheduler.warmup_steps=30"], "do not fit in training.steps = 4, and only a new run may shrink them"),
         (["--training.steps=3"], "training.steps = 3: this run has reached step 4"),
     ):
         ended = call(tmp_path, *words, *changed)
-        assert (ended.returncode, said in ended.stderr) == (2, True), ended.stderr
-        assert {path: path.read_bytes() for path in outputs.rglob("*") if path.is_file()} == before
-
-
-def test_a_loss_that_is_not_finite_stops_before_a_checkpoint(small: tuple[str, ...], tmp_path: Path) -> None:
-    """Also where the next log line is far away, and no validation looks at it."""
-    words = ["--optimizer.lr=1e30", "--metrics.log_interval=100", "--validation.enable=false"]
-    command = [*TORCHRUN, *small, f"--run.folder={tmp_path / 'run'}", *words]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    said = result.stderr[: result.stderr.index("torch/distributed/")]  # torchrun's own summary follows
-    assert said.count("error: ") == 1
-    assert re.search(r"error: step [23]: .*not finite", said)
-    assert "Traceback" not in said
-    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+        assert ended.returncode == 2
+        assert ended.stderr.startswith("error: "), "all ranks know it, so none is named"
+        assert said in ended.stderr
+        assert files_in(outputs) == before
 
 
 def count_tensors(arguments: list[str]) -> list[int]:
@@ -348,22 +317,6 @@ def test_no_step_leaves_tensors_behind(options: list[str], small: tuple[str, ...
 # ---------------------------------------------------------------- the life of a run
 
 
-def test_a_crash_does_not_wait_for_threads_that_wait(
-    small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As those do that ask of a store that is away."""
-
-    def crash(*_: object) -> None:
-        ThreadPoolExecutor().submit(threading.Event().wait)
-        raise RuntimeError("a device is broken")
-
-    monkeypatch.setattr("train.learning_rate", crash)
-    result = call(tmp_path, *small, f"--run.folder={tmp_path / 'run'}")
-    assert result.returncode == 1
-    assert "RuntimeError: a device is broken" in result.stderr
-    assert how_it_ended(tmp_path / "run")["cause"] == "RuntimeError: a device is broken"
-
-
 @pytest.fixture(scope="module")
 def uninterrupted(small: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """Losses of two processes that nobody stopped."""
@@ -398,7 +351,7 @@ def start_to_step_6(command: list[str], tmp_path: Path) -> tuple[subprocess.Pope
 def test_killed_and_stopped_under_torchrun_and_resumed_with_the_same_bits(
     uninterrupted: list[float], small: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """SIGKILL after the first checkpoint, then SIGTERM; the third start is profiled and sampled. Then generate.py."""
+    """SIGKILL after the first checkpoint, then SIGTERM; the third start is profiled and sampled."""
     folder = tmp_path / "run"
     words = [*small, f"--run.folder={folder}", "--validation.enable=false", "--metrics.tensorboard=true"]
     process, _ = start_to_step_6(words, tmp_path)
@@ -415,9 +368,7 @@ def test_killed_and_stopped_under_torchrun_and_resumed_with_the_same_bits(
     assert re.search(r"resumed from .*step-00000005", output)
     assert "[rank 0] step  1/12" not in output
     assert "[rank 1] step  6/12" in output
-    assert re.search(r"\[rank 0\] stopped: step \d of 12", output)
-    assert "done" not in output
-    (stopped,) = {int(step) for step in re.findall(r"stopped after step (\d)", output)}
+    (stopped,) = {int(step) for step in re.findall(r"\[rank 0\] stopped by SIGTERM: step (\d) of 12", output)}
     assert stopped == saved_steps(folder)[-1] == max(rows(folder)) < 9
 
     words += ["--validation.sample_prompt=ba", "--validation.sample_tokens=8", "--profiling.trace"]
@@ -430,14 +381,6 @@ def test_killed_and_stopped_under_torchrun_and_resumed_with_the_same_bits(
             names = {event["name"] for event in json.load(file)["traceEvents"]}
         expected = {f"ProfilerStep#{step - stopped}" for step in (11, 12)}  # counted from this start
         assert {name for name in names if name.startswith("ProfilerStep")} == expected
-
-    texts = []
-    for _ in range(2):
-        generate([str(folder), "--prompt=ba", "--max-tokens=12"])
-        texts.append(capfd.readouterr().out)
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("ba")
-    assert len(texts[0]) > 10
 
 
 def test_layouts_change_from_start_to_start(
@@ -471,66 +414,6 @@ def test_layouts_change_from_start_to_start(
     assert prove(tmp_path)[0].startswith(f"{STEPS} steps")
 
 
-def wait_in_first_step(arguments: list[str]) -> None:
-    """train.py in this process, which in the last microbatch of step 1 waits for a line about it."""
-    reached, said, say = threading.Event(), threading.Event(), Watchdog._say_where
-    logging.getLogger("run.watchdog").addFilter(lambda record: said.set() or True)
-    forwards = itertools.count(1)
-
-    def wait(module: nn.Module, *rest: Any) -> None:
-        if isinstance(module, nn.Embedding) and next(forwards) == 4:
-            reached.set()
-            said.wait(60)
-
-    nn.modules.module.register_module_forward_hook(wait)
-    with (
-        mock.patch("run.watchdog.SILENT_SECONDS", 0.125),
-        mock.patch.object(Watchdog, "_say_where", lambda self: reached.wait(60) and say(self)),
-    ):
-        run(arguments)
-
-
-def test_a_long_first_step_says_once_where_it_is_and_how_to_stop_it(
-    small: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    launch(1, tmp_path / "run", [*small, "--training.steps=2"], function=wait_in_first_step)
-    lines = capfd.readouterr().err.splitlines()
-    (place,) = (i for i, line in enumerate(lines) if "so far" in line)
-    assert lines[place][9:] == (  # 8 samples, 2 in a microbatch
-        "step 1: 0.125 s so far, now in forward/backward, microbatch 4 of 4; to stop: "
-        f"touch {tmp_path}/run/stop (after this step), or Ctrl-C until it ends (at once)"
-    )
-    assert "step 1/2  loss" in "".join(lines[place:])
-
-
-def ask_to_stop(arguments: list[str], how: str) -> None:
-    """train.py in this process, asked to stop after step 4."""
-    config = load_config(arguments)
-
-    def after_step(step: int) -> None:
-        if step == 4 and dist.get_rank() == 1:
-            if how == "SIGUSR1":
-                os.kill(os.getpid(), signal.SIGUSR1)
-            else:
-                Path(config.run.folder, "stop").touch()
-
-    train(config, after_step)
-
-
-@pytest.mark.parametrize(("how", "mode"), [("SIGUSR1", "sync"), ("stop file", "async")])
-def test_asked_to_stop_it_saves_between_two_steps_and_resumes_with_the_same_bits(
-    how: str, mode: str, uninterrupted: list[float], small: tuple[str, ...], tmp_path: Path
-) -> None:
-    words = [*small, f"--checkpoint.interval={1 if mode == 'async' else 1000}", "--validation.enable=false"]
-    launch(2, tmp_path, [*words, f"--checkpoint.mode={mode}"], how, function=ask_to_stop)
-    stopped = max(rows(tmp_path))
-    assert stopped in (5, 6)
-    assert saved_steps(tmp_path) == (list(range(1, stopped + 1)) if mode == "async" else [stopped])
-    assert not (tmp_path / "stop").exists()
-    launch(2, tmp_path, words)
-    assert column(tmp_path, "loss") == uninterrupted
-
-
 def ask_during_validation(arguments: list[str], asked: bool) -> int:
     """train.py in this process; the batches validated. `asked`: rank 1 is, by SIGUSR1, while it reads the second."""
     taken = 0
@@ -556,7 +439,6 @@ def test_asked_to_stop_during_a_validation_it_saves_without_awaiting_its_end(
     assert first == [3, 3], "a vote cast at the second batch is read at the third, which is left"
     output = capfd.readouterr().err
     assert "step 5: not validated to the end, since the run is to stop" in output
-    assert "stopped after step 5" in output
     assert saved_steps(tmp_path) == [5]
     last = launch(2, tmp_path, words, False, function=ask_during_validation)
     assert last[0] == last[1] > 2 * 3, "two whole validations"

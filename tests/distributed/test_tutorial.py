@@ -71,17 +71,12 @@ def test_the_run_script_trains_on_text_and_says_what_to_do_next(checkout: Path) 
     (checkout / ".venv").symlink_to(sys.prefix)
     script = str(checkout / "run_llama_train.sh")
 
-    assert call(checkout, script, "--help").stdout.startswith("usage: train.py")
-    mistakes = {
-        ("--training.steps=3", "--config"): "error: --config: needs a value, as in --config=PATH\n",
-        ("--data",): "error: --data: must name",
-    }
-    for words, said in mistakes.items():
+    for words, said in (
+        (["--training.steps=3", "--config"], "error: --config: needs a value, as in --config=PATH\n"),
+        (["--data"], "error: --data: must name folders, files or globs of text\n"),
+    ):
         wrong = call(checkout, script, *words)
-        assert wrong.returncode == 2
-        assert said in wrong.stderr
-    wrong = call(checkout, script, NGPU="auto")
-    assert (wrong.returncode, wrong.stderr) == (2, "error: NGPU=auto: must be a number of processes, at least 1\n")
+        assert (wrong.returncode, wrong.stderr) == (2, said)
 
     # On text named from where one stands; then the commands that the run names at its end.
     mine = checkout / "mine"
@@ -91,11 +86,9 @@ def test_the_run_script_trains_on_text_and_says_what_to_do_next(checkout: Path) 
     words = ["--model.flavor=tiny", "--training.steps=2", "--training.local_batch_size=2", "--run.folder=outputs/mine"]
     done = call(mine, script, "--data", "*note.md", "0 note.md", *words, "--lr_scheduler.warmup_steps=0")
     assert done.returncode == 0, done.stderr[-3000:]
-    start, _, rest = done.stderr.partition("starting: ")[2].partition("step 1/2")
-    assert len(start.splitlines()) <= 12, start
-    end = rest[rest.index("done: step 2 of 2") :].splitlines()
+    end = done.stderr[done.stderr.index("done: step 2 of 2") :].splitlines()
     assert "bits per byte" in end[1]
-    assert len(end) <= 8
+    assert len(end) == 5
     for line in end[2:]:
         command = shlex.split(line.split(":  ", 1)[1].replace("steps=4", "steps=3"))
         again = call(checkout, *command)

@@ -112,11 +112,15 @@ def test_a_run_computes_in_the_type_that_is_fast_and_a_resume_keeps_it(texts: Pa
     assert tomllib.loads((run / "config.toml").read_text())["training"]["param_dtype"] == "bfloat16"
     run_ranks(1, train_as, [*words, "--training.steps=3", "--training.param_dtype=float32"], "", start_group=False)
     assert tomllib.loads((run / "config.toml").read_text())["training"]["param_dtype"] == "float32"
-    with mock.patch("torch.cpu._is_amx_tile_supported", return_value=False):
-        with mock.patch("torch.cpu._is_avx512_bf16_supported", return_value=False):
-            assert fast_dtype() == "float32"
-        with mock.patch("torch.cpu._is_avx512_bf16_supported", return_value=True):
-            assert fast_dtype() == "bfloat16"
+
+
+@pytest.mark.parametrize(("has_bf16", "dtype"), [(False, "float32"), (True, "bfloat16")])
+def test_bfloat16_is_fast_where_the_cpu_multiplies_it(
+    has_bf16: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: has_bf16)
+    assert fast_dtype() == dtype
 
 
 def test_own_text_is_prepared_once_and_again_if_it_changes(

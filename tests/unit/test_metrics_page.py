@@ -23,12 +23,14 @@ def row(step: int, **values: float) -> str:
 def write_run(folder: Path, rows: list[str], config: Config, world_size: int = 2) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     record_start(folder, config, {}, world_size, new_start(folder))
-    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n" * rows[-1].endswith("}"))
     return folder
 
 
-def data_of(page: str) -> dict[str, Any]:
-    found = re.search(r"^const data = (.*);$", page, re.MULTILINE)
+def compared(runs: list[Path], folder: Path) -> dict[str, Any]:
+    """The data of the page of these runs."""
+    main([*map(str, runs), f"--output={folder / 'made' / 'page.html'}"])
+    found = re.search(r"^const data = (.*);$", (folder / "made" / "page.html").read_text(), re.MULTILINE)
     assert found
     return json.loads(found[1])
 
@@ -37,48 +39,40 @@ def test_curves_tables_and_settings(tmp_path: Path) -> None:
     first = write_run(
         tmp_path / "<b>first",
         [
-            row(1, loss=5.0, tps=90.0, step_seconds=36.0, interval_steps=1, grad_norm=1.0, memory_gib=2.5),
-            row(10, loss=4.0, tps=110.0, step_seconds=18.0, interval_steps=9, grad_norm=2.0, memory_gib=2.0),
+            row(1, loss=5.0, tps=90.0, step_seconds=36.0, interval_steps=1, memory_gib=2.5),
+            row(10, loss=4.0, tps=110.0, step_seconds=18.0, interval_steps=9, memory_gib=2.0),
             row(10, **{"validation_loss": 4.5, "validation_loss/code": 3.5}),
-            row(20, loss=9.0, tps=1.0, step_seconds=1.0, interval_steps=10, grad_norm=2.0),  # lost in a crash
+            row(20, loss=9.0, tps=1.0, step_seconds=1.0, interval_steps=10),  # lost in a crash
             row(20, validation_loss=9.5),
-            row(11, loss=3.9, tps=100.0, step_seconds=36.0, interval_steps=1, grad_norm=1.5),
+            row(11, loss=3.9, tps=100.0, step_seconds=36.0, interval_steps=1),
         ],
         Config(),
     )
     second = write_run(
         tmp_path / "second",
-        [row(5, loss=2.0, tps=50.0, step_seconds=7.2, grad_norm=0.1)],
+        [row(5, loss=2.0, tps=50.0, step_seconds=7.2)],
         Config(training=Training(seq_len=128), optimizer=Optimizer(lr=0.5)),
         world_size=4,
     )
-    main([str(first), str(second), "--output", str(tmp_path / "made" / "page.html")])
-    page = (tmp_path / "made" / "page.html").read_text()
-    data = data_of(page)
+    data = compared([first, second], tmp_path)
     assert [run["name"] for run in data["runs"]] == ["<b>first", "second"]
     charts = data["runs"][0]["charts"]
-    assert charts["loss"] == {
-        "step": [1, 10, 11],
-        "tokens": [100, 1000, 1100],
-        "hours": pytest.approx([0.01, 0.055, 0.065]),
-        "value": [5.0, 4.0, 3.9],
-    }
-    assert charts["validation_loss"]["value"] == [4.5]
-    assert charts["validation_loss/code"]["hours"] == pytest.approx([0.055])
+    expected = [[1, 100, 0.01, 5.0], [10, 1000, 0.055, 4.0], [11, 1100, 0.065, 3.9]]
+    assert charts["loss"] == [pytest.approx(point) for point in expected]
+    assert charts["validation_loss"] == [pytest.approx([10, 1000, 0.055, 4.5])]
+    assert charts["validation_loss/code"] == [pytest.approx([10, 1000, 0.055, 3.5])]
     losses = ["loss", "validation_loss", "validation_loss/code"]
-    assert data["charts"] == [*losses, "grad_norm", "tps", "memory_gib", "step_seconds"]
-    settings = {line[0]: line[1:] for line in data["settings"]}
-    assert settings == {
-        "training.seq_len": ["256", "128"],
-        "optimizer.lr": ["0.0003", "0.5"],
-        "world_size": ["2", "4"],
-    }
-    summary = [
-        dict(zip(["step", "tokens", "hours", *data["charts"]], run["summary"], strict=True)) for run in data["runs"]
+    assert data["charts"] == [*losses, "tps", "memory_gib", "step_seconds"]
+    assert data["settings"] == [
+        ["world_size", "2", "4"],
+        ["training.seq_len", "256", "128"],
+        ["optimizer.lr", "0.0003", "0.5"],
     ]
-    assert [(line["step"], line["tokens"]) for line in summary] == [(11, 1100), (5, 500)]
-    assert [(line["loss"], line["validation_loss"]) for line in summary] == [(3.9, 4.5), (2.0, None)]
-    assert [(line["tps"], line["memory_gib"]) for line in summary] == [(100.0, 2.25), (50.0, None)]
+    assert [run["summary"] for run in data["runs"]] == [
+        [11, 1100, pytest.approx(0.065), 3.9, 4.5, 3.5, 100.0, 2.25, 36.0],
+        [5, 500, 0, 2.0, None, None, 50.0, None, 7.2],
+    ]
+    page = (tmp_path / "made" / "page.html").read_text()
     assert "<b>first" not in page, "names cannot become markup"
     assert not re.search(r"""(src|href)=|url\(|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg)""", page)
 
@@ -90,20 +84,17 @@ def test_settings_that_changed_between_the_starts_of_a_run_are_shown(tmp_path: P
         run = write_run(tmp_path / "run", [row(5, loss=2.0, step_seconds=1.0)], config, world_size)
         if accepted:
             record_config(run, config)
-    main([str(run), "--output", str(tmp_path / "page.html")])
-    settings = data_of((tmp_path / "page.html").read_text())["settings"]
-    assert settings == [["optimizer.lr", "0.1 → 0.2 → 0.3"], ["world_size", "2 → 4"]]
+    settings = compared([run], tmp_path)["settings"]
+    assert settings == [["world_size", "2 → 4"], ["optimizer.lr", "0.1 → 0.2 → 0.3"]]
 
 
 def test_a_branch_is_drawn_from_its_fork(tmp_path: Path) -> None:
     rows = [row(step, loss=1.0, step_seconds=36.0, interval_steps=1) for step in (21, 22)]
     run = write_run(tmp_path / "branch", rows, Config())
     record_parent(run, Parent("outputs/trunk", 20, "", 0))
-    main([str(run), "--output", str(tmp_path / "page.html")])
-    (drawn,) = data_of((tmp_path / "page.html").read_text())["runs"]
+    (drawn,) = compared([run], tmp_path)["runs"]
     assert drawn["name"] == "branch from outputs/trunk@20"
-    assert drawn["charts"]["loss"]["step"] == [21, 22]
-    assert drawn["charts"]["loss"]["hours"] == pytest.approx([0.01, 0.02])
+    assert drawn["charts"]["loss"] == [[21, 2100, 0.01, 1.0], [22, 2200, 0.02, 1.0]]
 
 
 def test_steps_left_out_after_a_rollback_are_in_no_curve(tmp_path: Path) -> None:
@@ -112,34 +103,28 @@ def test_steps_left_out_after_a_rollback_are_in_no_curve(tmp_path: Path) -> None
     rows += [row(step, skipped=1) for step in (6, 7, 8)]  # back to the checkpoint of step 5
     rows += [row(9, loss=9.0, step_seconds=1.0, interval_steps=1)]
     charts = read_charts(write_run(tmp_path / "run", rows, Config()))
-    assert charts["loss"]["step"] == [1, 2, 3, 4, 5, 9]
-    assert charts["loss"]["hours"][-1] == pytest.approx(6 / 3600)
+    assert [step for step, *_ in charts["loss"]] == [1, 2, 3, 4, 5, 9]
+    assert charts["loss"][-1][2] == pytest.approx(6 / 3600)
     assert "validation_loss" not in charts
 
 
 def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare, "MAX_POINTS", 10)
     rows = [row(i, loss=float(i), tps=1.0, step_seconds=1.0) for i in range(1, 101)]
-    run = write_run(tmp_path / "run", rows, Config())
-    with open(run / "metrics.jsonl", "a") as file:
-        file.write('{"step": 101, "lo')  # cut off by a crash
-    main([str(run), "--output", str(tmp_path / "page.html")])
-    loss = data_of((tmp_path / "page.html").read_text())["runs"][0]["charts"]["loss"]
-    assert loss["value"] == [float(i) for i in range(10, 101, 10)]
+    run = write_run(tmp_path / "run", [*rows, '{"step": 101, "lo'], Config())  # cut off by a crash
+    (drawn,) = compared([run], tmp_path)["runs"]
+    assert [value for *_, value in drawn["charts"]["loss"]] == list(range(10, 101, 10))
 
 
 def test_a_run_that_ended_before_its_first_step_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write_run(tmp_path / name, [row(5, loss=2.0, step_seconds=1.0)], Config()) for name in "abc"]
     (runs[0] / "metrics.jsonl").unlink()
     (runs[1] / "metrics.jsonl").write_text("")
-    words = ["--output", str(tmp_path / "page.html")]
-    main([*map(str, runs), *words])
-    assert [run["name"] for run in data_of((tmp_path / "page.html").read_text())["runs"]] == ["c"]
-    said = capsys.readouterr()
-    assert said.out.splitlines()[:2] == [f"{run}: left out, no step was logged there" for run in runs[:2]]
-    assert "runs compared: 1" in said.out
+    assert [run["name"] for run in compared(runs, tmp_path)["runs"]] == ["c"]
+    said = capsys.readouterr().out
+    assert said.splitlines()[:2] == [f"{run}: left out, no step was logged there" for run in runs[:2]]
     with pytest.raises(TitaniteError, match="no run to compare"):
-        main([*map(str, runs[:2]), *words])
+        compared(runs[:2], tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,5 @@
+"""How ranks tell torchrun and a scheduler why they end. Imports no torch."""
+
+AGAIN = 75  # exit code of ranks that torchrun must start again; sysexits.h: EX_TEMPFAIL
+MISTAKE = 2  # exit code of ranks that have explained in one line what is wrong
+EXPLAINED = "TITANITE_EXPLAINED"  # in the environment, by run.torchrun: a file for such a rank to make
