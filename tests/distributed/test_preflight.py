@@ -34,7 +34,7 @@ def test_a_sound_cluster_has_no_faults() -> None:
 )
 def test_the_bad_rank_is_named(change: dict[str, object], said: str) -> None:
     (fault,) = find_faults([SOUND, SOUND, SOUND._replace(host="b", **change)], 0)  # type: ignore[arg-type]
-    assert fault.startswith("rank 2 (b): ")
+    assert fault.startswith("fault: rank 2 (b): ")
     assert said in fault
 
 
