@@ -95,7 +95,7 @@ def predict_bytes(setting: Setting) -> float:
     config = load_config(setting.arguments())
     dims = ParallelDims.from_config(config.parallelism, len(NODES) * setting.ranks_per_node)
     total = 0.0
-    (counted,) = count([Case(config, len(NODES) * setting.ranks_per_node)], sure=False)
+    (counted,) = count([Case(config, len(NODES) * setting.ranks_per_node)]).values()
     for (axis, kind), (_, size) in counted.sent.items():
         ranks, groups = {
             "world": (len(NODES) * setting.ranks_per_node, 1),

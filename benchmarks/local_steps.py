@@ -62,7 +62,7 @@ def train_and_validate(local_steps: int, outer: tuple[float, float], steps: int)
 def bytes_per_step(local_steps: int) -> float:
     """Bytes that a rank sends per step, with meetings spread over the steps between them."""
     config = load_config(arguments(local_steps, AVERAGE, STEPS, ""))
-    (counted,) = count([Case(config, RANKS)], sure=False)
+    (counted,) = count([Case(config, RANKS)]).values()
     return sum(sent_bytes(kind, size, RANKS) for (_, kind), (_, size) in counted.sent.items()) / max(1, local_steps)
 
 

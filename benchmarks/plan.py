@@ -12,7 +12,6 @@ import json
 import statistics
 import sys
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from benchmarks.gpu import settings, training_config, whole_models
 from benchmarks.report import build_parser, finish, print_row
 from config import Config, from_dict
 from tools.plan import plan
-from tools.plan_count import count
 from tools.plan_time import DEVICES, Cluster
 
 # github.com/pytorch/torchtitan benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md: H100 of 96 GB and 500 W, 400 Gb/s
@@ -156,7 +154,7 @@ def all_rows() -> list[Row]:
 def predict(row: Row) -> dict[str, Any]:
     """The planner's figures beside the row's."""
     cluster = Cluster(DEVICES[row.device], 8, NETWORK, row.flash)
-    [found] = plan([row.config], row.gpus, cluster, counter=partial(count, sure=False))
+    [found] = plan([row.config], row.gpus, cluster)
     speed = found["speed"]
     gib = found["memory_gib"]["reserved"]
     return {

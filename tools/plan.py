@@ -13,14 +13,13 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import models
-from config import Config, ConfigError, Model, load_config
+from config import Config, ConfigError, Model, Parallelism, load_config
 from models import build_model, find_model
 from parallel.fsdp import needs_fsdp
 from run.run import run_and_leave
@@ -31,22 +30,15 @@ RESERVED = {False: 1.03, True: 1.25}  # memory that torch reserves / allocated: 
 BEST_LAYOUTS = 3  # of a sweep, tried in all modes and with larger batches
 
 
-def plan(
-    configs: Sequence[Config],
-    world_size: int,
-    cluster: Cluster,
-    eager_loss: bool = False,
-    counter: Callable[[Sequence[Case]], list[DryRun]] = count,
-) -> list[dict[str, Any]]:
+def plan(configs: Sequence[Config], world_size: int, cluster: Cluster) -> list[dict[str, Any]]:
     """The plans of these runs, as plain values. Raises ConfigError for a run that is impossible."""
     runs = []
     for config in configs:
         check(config, world_size)
         pp = config.parallelism.pp
-        stages = sorted({0, pp // 2, pp - 1})
-        runs.append([Case(config, world_size, stage, eager_loss) for stage in stages])
-    counts = iter(counter(list(itertools.chain(*runs))))
-    return [_plan_one(cases, list(itertools.islice(counts, len(cases))), cluster) for cases in runs]
+        runs.append([Case(config, world_size, stage) for stage in sorted({0, pp // 2, pp - 1})])
+    counts = count([case for cases in runs for case in cases])
+    return [_plan_one(cases, [counts[case] for case in cases], cluster) for cases in runs]
 
 
 def _plan_one(cases: list[Case], counts: list[DryRun], cluster: Cluster) -> dict[str, Any]:
@@ -54,24 +46,17 @@ def _plan_one(cases: list[Case], counts: list[DryRun], cluster: Cluster) -> dict
     config = cases[0].config
     dims = cases[0].dims
     device = cluster.device
-    fullest = max(range(len(counts)), key=lambda i: counts[i].peak)
-    held = counts[fullest]
-    last = counts[-1]
+    fullest, held = max(zip(cases, counts, strict=True), key=lambda pair: pair[1].peak)
     speeds = [estimate(counted, config, dims, cluster) for counted in counts]
     speed = max(speeds, key=lambda speed: speed["step_seconds"])
     model: Any = build_model(*find_model(config.model, DEFAULT_VOCAB_SIZE))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    mfu = speed["tokens_per_second"] * model.flops_per_token(config.training.seq_len) / device.flops
+    speed["mfu"] = speed["tokens_per_second"] * model.flops_per_token(config.training.seq_len) / device.flops
     sharded = needs_fsdp(config, dims.dp * dims.copies // dims.islands)
     reserved = held.peak * RESERVED[sharded]
-    memory = {
-        "weights": held.weights,
-        "optimizer": held.optimizer,
-        "peak": held.peak,
-        "reserved": reserved,
-        "device": device.memory_bytes,
-    }
-    sequences = config.training.local_batch_size * dims.dp * cases[0].goal[1]
+    memory = {"weights": held.weights, "optimizer": held.optimizer, "peak": held.peak, "reserved": reserved}
+    memory["device"] = device.memory_bytes
+    sequences = config.training.local_batch_size * dims.dp * cases[0].microbatches
     return {
         "layout": str(dims),
         "mode": config.activation_checkpoint.mode,
@@ -79,11 +64,11 @@ def _plan_one(cases: list[Case], counts: list[DryRun], cluster: Cluster) -> dict
         "parameters": parameters,
         "tokens_per_step": config.training.seq_len * sequences,
         "memory_gib": {name: size / GIB for name, size in memory.items()},
-        "stage": cases[fullest].stage,
+        "stage": fullest.stage,
         "fits": reserved <= device.memory_bytes,
-        "traffic": [[*key, calls, size] for key, (calls, size) in sorted(last.sent.items())],
-        "tflop": {kind: flops / 1e12 for kind, flops in last.flops.items()},
-        "speed": speed | {"mfu": mfu},
+        "traffic": [[*key, *sent] for key, sent in sorted(counts[-1].sent.items())],
+        "tflop": {kind: flops / 1e12 for kind, flops in counts[-1].flops.items()},
+        "speed": speed,
         "fitted_to": device.fitted_to,
         "checkpoint_bytes": round(4 * parameters * (1 + held.optimizer / held.weights)),
     }
@@ -111,34 +96,30 @@ def sweep(config: Config, world_size: int, cluster: Cluster) -> list[dict[str, A
     All layouts are counted in mode `full` with their smallest batch. The best that fit are tried further.
     """
 
-    def vary(layout: Any, mode: Any, batch: int) -> Config:
-        checkpointing = replace(config.activation_checkpoint, mode=mode)
-        training = replace(config.training, local_batch_size=batch)
-        return replace(config, parallelism=layout, activation_checkpoint=checkpointing, training=training)
-
-    def rank(configs: list[Config]) -> list[tuple[dict[str, Any], Config]]:
+    def rank(tries: Iterable[tuple[Parallelism, Any, int]]) -> list[tuple[dict[str, Any], Parallelism]]:
         possible = []
-        for tried in configs:
+        for layout, mode, batch in tries:
+            checkpointing = replace(config.activation_checkpoint, mode=mode)
+            training = replace(config.training, local_batch_size=batch)
+            tried = replace(config, parallelism=layout, activation_checkpoint=checkpointing, training=training)
             with contextlib.suppress(ConfigError):  # the world, the batch or the model does not divide so
                 check(tried, world_size)
                 possible.append(tried)
-        plans = plan(possible, world_size, cluster, counter=partial(count, sure=False))
-        fitting = [(found, tried) for found, tried in zip(plans, possible, strict=True) if found["fits"]]
+        plans = zip(plan(possible, world_size, cluster), possible, strict=True)
+        fitting = [(found, tried.parallelism) for found, tried in plans if found["fits"]]
         return sorted(fitting, key=lambda pair: -pair[0]["speed"]["tokens_per_second"])
 
-    layouts = []
+    smallest = []
     degrees = [1, 2, 4, 8]
     context = degrees if config.training.seq_len >= 2**15 else [config.parallelism.cp]
     for tp, pp, cp in itertools.product(degrees, degrees, context):
         nodes = max(1, world_size // (cluster.gpus_per_node * pp))
-        for replicas in sorted({config.parallelism.dp_replicate, nodes}):
+        for replicas in {config.parallelism.dp_replicate, nodes}:
             layout = replace(config.parallelism, tp=tp, pp=pp, cp=cp, dp_replicate=replicas, dp_shard=-1)
-            layouts.append(vary(layout, "full", layout.pp_microbatch_size * pp if pp > 1 else 1))
-    best = [tried for _, tried in rank(layouts)[:BEST_LAYOUTS]]
-    others = []
-    for tried, mode, times in itertools.product(best, ("none", "selective", "full"), (1, 2, 4)):
-        others.append(vary(tried.parallelism, mode, times * tried.training.local_batch_size))
-    return [found for found, _ in rank(others)]
+            smallest.append((layout, "full", layout.pp_microbatch_size * pp if pp > 1 else 1))
+    best = [(layout, found["local_batch_size"]) for found, layout in rank(smallest)[:BEST_LAYOUTS]]
+    further = itertools.product(best, ("none", "selective", "full"), (1, 2, 4))
+    return [found for found, _ in rank((layout, mode, times * batch) for (layout, batch), mode, times in further)]
 
 
 def plan_text(found: Mapping[str, Any]) -> str:
@@ -200,7 +181,6 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster, dic
     parser.add_argument("--tokens", type=float, default=0.0, help="token budget; default: the config's steps")
     parser.add_argument("--mttf-hours", type=float, default=20_000.0, help="mean time to failure of a node")
     parser.add_argument("--storage-bandwidth", type=float, default=10.0, help="of all ranks together, 1e9 bytes/s")
-    parser.add_argument("--eager-loss", action="store_true", help="the loss is not compiled, even if the blocks are")
     parser.add_argument("--flash-attention", action="store_true", help="torch's own attention, not the fastest")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--sweep", action="store_true", help="rank the layouts that fit")
@@ -238,7 +218,7 @@ def main(argv: Sequence[str]) -> None:
         if options.sweep:
             plans = sweep(config, options.world_size, cluster)
         else:
-            plans = plan([config], options.world_size, cluster, options.eager_loss)
+            plans = plan([config], options.world_size, cluster)
     for found in plans:
         found["run"] = plan_run(found, config.training.steps, options)
     if options.json:

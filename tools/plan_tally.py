@@ -16,7 +16,6 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import select_decomp_table  # here: forked processes need not import it again
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
-from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -92,7 +91,7 @@ class Tally(TorchDispatchMode):
         self.matmuls: Counter[Matmul] = Counter()
         self.attention = 0
         self.moved: Counter[str] = Counter()
-        self.memory = [[self.live]]
+        self.peak = self.live
 
     def _begin_graph(self) -> None:
         """Forget the graph before. Its tensors go by their storages' numbers."""
@@ -101,7 +100,7 @@ class Tally(TorchDispatchMode):
         self.made: dict[int, tuple[int, list[int]]] = {}  # by a kernel: its level, what it used
         self.needed: set[int] = set()  # must be written
         self.freed: set[int] = set()
-        self.samples: list[tuple[int, int, set[int]]] = []  # place in `memory`, last storage made, those freed by then
+        self.samples: list[tuple[int, int, set[int]]] = []  # bytes held, last storage made, those freed by then
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
@@ -170,9 +169,10 @@ class Tally(TorchDispatchMode):
         return max((self.levels.get(self._number(x), 0) for x in inputs), default=0)
 
     def _sample(self) -> None:
-        self.memory[-1].append(self.live)
         if self.in_graph:
-            self.samples.append((len(self.memory[-1]) - 1, self.n_storages, set(self.freed)))
+            self.samples.append((self.live, self.n_storages, set(self.freed)))
+        else:
+            self.peak = max(self.peak, self.live)
 
     def _end_graph(self) -> None:
         """Count what its kernels moved, and that what they computed for themselves was never in memory."""
@@ -182,10 +182,11 @@ class Tally(TorchDispatchMode):
         read = {(self.made[number][0], source) for number in written for source in sources[number]}
         read = {(level, number) for level, number in read if self.made.get(number, (-1,))[0] != level}
         self.moved[self.part] += sum(self.sizes[n] for n in written) + sum(self.sizes[n] for _, n in read)
-        for place, last, freed in self.samples:
+        for live, last, freed in self.samples:
             pending = {n for n in passing - freed if n <= last}  # not in memory, but what it is computed from
             kept = set[int]().union(*(sources[number] for number in pending)) & freed
-            self.memory[-1][place] += sum(self.sizes[n] for n in kept) - sum(self.sizes[n] for n in pending)
+            held = live + sum(self.sizes[n] for n in kept) - sum(self.sizes[n] for n in pending)
+            self.peak = max(self.peak, held)
         self.in_graph = False
 
     def _sources(self, number: int) -> set[int]:
@@ -251,28 +252,10 @@ class Tally(TorchDispatchMode):
             result = resize(storage, size)
             if storage._cdata in self.held:
                 self._resize(storage._cdata, size)
-                self.memory[-1].append(self.live)
+                self.peak = max(self.peak, self.live)
             return result
 
-        def apart(owner: Any, name: str) -> Any:
-            """Replace a function by one whose memory is a list of its own."""
-            function = getattr(owner, name)
-
-            def call(*args: Any, **kwargs: Any) -> Any:
-                self.memory.append([self.live])
-                result = function(*args, **kwargs)
-                self.memory.append([self.live])
-                return result
-
-            return mock.patch.object(owner, name, call)
-
-        with (
-            apart(torch.autograd, "backward"),
-            apart(torch.autograd, "grad"),
-            apart(PipelineStage, "forward_one_chunk"),
-            mock.patch.object(torch.UntypedStorage, "resize_", counted_resize),
-            self,
-        ):
+        with mock.patch.object(torch.UntypedStorage, "resize_", counted_resize), self:
             yield
 
 

@@ -24,7 +24,7 @@ BLOCK_OF_8B, ENDS_OF_8B = 218_112_000, 1_050_677_248  # numbers: (8,030,261,248 
 def step(name: str, world_size: int, *arguments: str) -> DryRun:
     """A dry run in a process of its own."""
     case = Case(load_config([f"--config={CONFIGS}/{name}.toml", "--model.n_layers=2", *arguments]), world_size)
-    return dry_run(case, case.goal)
+    return dry_run(case, 1)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))
