@@ -311,7 +311,7 @@ class Clock:
             assert self.looked.wait_for(lambda: self.looks >= seen, 60)
 
 
-def be_slow(arguments: list[str], seconds: float, bad_steps: tuple[int, ...] = ()) -> str:
+def be_slow(arguments: list[str], seconds: float, *rest: Any) -> str:
     """`run` under the watchdog, where each read or upload of a checkpoint takes `seconds` by its clock."""
     os.environ["TORCHELASTIC_RUN_ID"] = "job"  # without torchrun the watchdog ends nothing
     clock, waited = Clock(), threading.Event()
@@ -338,7 +338,7 @@ def be_slow(arguments: list[str], seconds: float, bad_steps: tuple[int, ...] = (
         mock.patch.multiple(files, copy_files=upload_slowly, RANGE_BYTES=1),
         mock.patch.object(CheckpointManager, "last_saved", await_upload),
     ):
-        return run(arguments, bad_steps)
+        return run(arguments, *rest)
 
 
 # Of the clock above: more than 80 % of what a step may take, less than 80 % of what a checkpoint may.
@@ -350,7 +350,7 @@ SLOW, HUNG = 700.0, 1500.0
 def test_a_load_may_take_long_as_long_as_it_moves(how: str, small: tuple[str, ...], tmp_path: Path) -> None:
     first = folder = tmp_path / "first"
     launch(1, first, [*small, "--training.steps=2"])
-    words = [*small, *LIMITS, "--training.steps=3"]
+    words = [*small, *LIMITS, "--training.steps=4"]
     if how == "initial_load":
         folder = tmp_path / "second"
         words += [f"--checkpoint.initial_load={first}"]
@@ -359,7 +359,8 @@ def test_a_load_may_take_long_as_long_as_it_moves(how: str, small: tuple[str, ..
     ended = how_it_ended(folder)
     assert (ended["kind"], ended["section"], ended["start_again"]) == ("hung", "load", True)
     assert re.match(r"hung: rank 0 .* is stuck; its stack: checkpoint/.*wait", ended["cause"])
-    assert launch(1, folder, words, SLOW, function=be_slow) == [""]
+    assert launch(1, folder, words, SLOW, (), 3, function=be_slow) == ["crash"]
+    assert how_it_ended(folder)["last_checkpoint"] == (2 if how == "resume" else None)
 
 
 def test_a_rollback_may_wait_for_a_long_upload(
@@ -476,16 +477,18 @@ def test_a_rank_that_is_asked_to_stop_before_training_says_why(
     assert ended["cause"].startswith(cause)
 
 
-def starts_noted(arguments: list[str]) -> bool:
-    """Whether this rank, alone on its node, notes the start there."""
+def notes(arguments: list[str]) -> tuple[bool, bool]:
+    """Whether this rank, alone on its node, notes the start and the end there."""
     os.environ["LOCAL_RANK"] = "0"
-    with mock.patch("run.run.note_start", wraps=note_start) as note:
+    start = mock.patch("run.run.note_start", wraps=note_start)
+    end = mock.patch("run.watchdog.record_exit", wraps=record_exit)
+    with start as noted, end as recorded:
         run(arguments)
-    return note.called
+    return noted.called, recorded.called
 
 
-def test_each_node_notes_a_start_and_forgets_how_the_one_before_ended(small: tuple[str, ...], tmp_path: Path) -> None:
-    assert launch(2, tmp_path / "run", [*small, "--training.steps=1"], function=starts_noted) == [True, True]
+def test_each_node_notes_a_start_and_its_end_and_forgets_the_one_before(small: tuple[str, ...], tmp_path: Path) -> None:
+    assert launch(2, tmp_path / "run", [*small, "--training.steps=1"], function=notes) == [(True, True)] * 2
     node = tmp_path / "a disk of its own" / "run"
     note_start(node)
     noted = (node / ".started").read_bytes()

@@ -6,7 +6,7 @@ import resource
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -168,17 +168,8 @@ def test_a_rank_says_where_it_is_and_what_moves(small: tuple[str, ...], tmp_path
 # ---------------------------------------------------------------- the process, and its end
 
 
-class Looked(NamedTuple):
-    """What a process saw of a run in itself."""
-
-    collected: list[int]  # steps in which garbage was
-    threads: list[str]  # that are left
-    may_open: bool  # as many files as there may be
-    seed: int
-    deterministic: bool
-
-
-def train_and_look(arguments: list[str]) -> Looked:
+def train_and_look(arguments: list[str]) -> tuple[list[int], list[str], list[Any]]:
+    """The steps in which garbage is collected, the threads that are left, and how torch and the process are set up."""
     before, collected, step = set(threading.enumerate()), list[int](), 1
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
@@ -195,8 +186,8 @@ def train_and_look(arguments: list[str]) -> Looked:
     with mock.patch("run.run.GC_INTERVAL_STEPS", 5):
         train(load_config(arguments), after_step)
     left = [thread.name for thread in set(threading.enumerate()) - before]
-    may_open = resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
-    return Looked(collected, left, may_open, torch.initial_seed(), torch.are_deterministic_algorithms_enabled())
+    may_open_all = resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
+    return collected, left, [may_open_all, torch.initial_seed(), torch.are_deterministic_algorithms_enabled()]
 
 
 def test_a_run_says_what_it_trains_and_closes_what_it_has_opened(
@@ -206,10 +197,9 @@ def test_a_run_says_what_it_trains_and_closes_what_it_has_opened(
     (tmp_path / "closing_tracker.py").write_text(tracker)
     monkeypatch.syspath_prepend(tmp_path)
     words = [*small, "--metrics.hook=closing_tracker:log", "--run.seed=7", "--run.deterministic"]
-    (looked,) = launch(1, tmp_path / "run", words, function=train_and_look)
-    assert looked.collected == [1, 5, 10]
-    assert (looked.may_open, looked.seed, looked.deterministic) == (True, 7, True)
-    assert not [name for name in looked.threads if name.startswith(("reader", "prefetch"))]
+    ((collected, threads, setup),) = launch(1, tmp_path / "run", words, function=train_and_look)
+    assert (collected, setup) == ([1, 5, 10], [True, 7, True])
+    assert not [name for name in threads if name.startswith(("reader", "prefetch"))]
     assert (tmp_path / "closed").exists()
     said, last = capfd.readouterr().err, read(tmp_path / "run", "metrics.jsonl")[-1]
     numbers = sum(weight.numel() for weight in flat(final_weights(tmp_path / "run", tmp_path)["model"]).values())
