@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from checkpoint.checks import check_checkpoints, check_settings
-from checkpoint.companions import check_vocabulary
 from checkpoint.manager import CheckpointManager
 from config import Config, file_errors, load_config
 from data.loader import DataLoader
@@ -101,8 +100,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     def check_places_of_run(folder: Path) -> list[str]:  # on rank 0, before a byte is written
         data.check_run(folder)
         check_optim(config, folder)
-        fits = partial(check_vocabulary, data.tokenizer)
-        return check_checkpoints(config, identity, folder, fits, data.check_place, environment.job)
+        return check_checkpoints(config, identity, folder, data, environment.job)
 
     with TrainingRun(config, environment, dims, data, identity, check_places_of_run) as run:
         # -- model, optimizer, checkpoint

@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.report import add_row, build_parser, finish
 from checkpoint.manager import LOWEST_PRIORITY, CheckpointManager
-from checkpoint.retention import committed
+from checkpoint.manifest import committed
 from checkpoint.state import model_tensors, optimizer_tensors
 from config import Checkpoint, Config
 from optim import allocate_state

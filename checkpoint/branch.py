@@ -39,10 +39,9 @@ def record_parent(folder: Path, parent: Parent | None) -> Parent | None:
     return read_parent(folder)
 
 
-def find_fork(branch_from: str) -> tuple[str, int | None]:
-    """The place and step (None: the newest) that `PLACE@STEP` says."""
-    place, which = split_place(branch_from)
-    return place, int(which) if which else None
+def find_fork(branch_from: str, parent: Parent | None) -> str:
+    """The PLACE@STEP where a branch begins: where it began before, if it did; "" for no branch."""
+    return f"{parent.place}@{parent.step}" if parent else branch_from
 
 
 def split_place(place: str) -> tuple[str, str]:

@@ -2,19 +2,19 @@
 
 import secrets
 import socket
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from checkpoint import CheckpointError
 from checkpoint.branch import BEST, Parent, find_fork, read_parent, split_place
+from checkpoint.companions import check_vocabulary
 from checkpoint.loading import by_age, check_identity, load_newest, locate, open_stores
-from checkpoint.manifest import Opened, step_of
+from checkpoint.manifest import Opened, finished, step_of
 from checkpoint.owner import check_owner
 from checkpoint.ranks import Ranks
-from checkpoint.retention import finished
 from config import Config, ConfigError, TitaniteError
+from data.loader import DataLoader
 from storage import LocalStore, Store, StoreError, join
 
 
@@ -29,69 +29,53 @@ def check_settings(config: Config) -> None:
     for name in ("save_initial", "save_model", "upload", "branch_from", "keep_best"):
         if getattr(settings, name) and not settings.enable:
             raise ConfigError(f"checkpoint.{name} is set and needs checkpoint.enable = true")
-    if settings.keep_best:
-        _check_validated(config)
+    if settings.keep_best and not config.validation.enable:
+        needed = "validation.enable = true, and data that holds documents out"
+        raise ConfigError(f"checkpoint.keep_best = true: needs {needed}")
+    saves = settings.interval
+    validations = config.validation.interval
+    if settings.keep_best and max(saves, validations) % min(saves, validations):
+        raise ConfigError(
+            f"checkpoint.keep_best = true: checkpoint.interval = {saves} and validation.interval = {validations}: "
+            "one must be a multiple of the other, so that validations fall on steps with a checkpoint"
+        )
     folder = settings.folder or join(config.run.folder, "checkpoints")
     if settings.upload and Path(settings.upload).resolve() == Path(folder).resolve():
         raise ConfigError(f"checkpoint.upload = {settings.upload!r}: is checkpoint.folder itself; name a second place")
 
 
-def _check_validated(config: Config) -> None:
-    """Refuse to look for the best checkpoint where the steps with a checkpoint have no validation loss."""
-    if not config.validation.enable:
-        needed = "validation.enable = true, and data that holds documents out"
-        raise ConfigError(f"checkpoint.keep_best = true: needs {needed}")
-    saves = config.checkpoint.interval
-    validations = config.validation.interval
-    if max(saves, validations) % min(saves, validations):
-        raise ConfigError(
-            f"checkpoint.keep_best = true: checkpoint.interval = {saves} and validation.interval = {validations}: "
-            "one must be a multiple of the other, so that validations fall on steps with a checkpoint"
-        )
-
-
 def check_checkpoints(
-    config: Config,
-    identity: dict[str, Any],
-    run_folder: Path,
-    check_initial: Callable[[str, Opened], object] = lambda place, opened: None,
-    check_position: Callable[[dict[str, Any]], object] = lambda state: None,
-    job: str = "",
+    config: Config, identity: dict[str, Any], run_folder: Path, data: DataLoader | None = None, job: str = ""
 ) -> list[str]:
     """Refuse a run that could not save or resume, or that cannot begin as set. For rank 0. Raises TitaniteError.
 
-    `check_initial` refuses a checkpoint to begin from, `check_position` the position in the data of
-    a branch's. `job`: that of this start. Nothing is left behind. Returns the names of the
-    checkpoints in the run's places, its own.
+    `data`, if given, must suit what the run begins from. `job`: that of this start. Nothing is left
+    behind. Returns the names of the checkpoints in the run's places, its own.
     """
     settings = config.checkpoint
     if not settings.enable:
-        _check_beginning(config, identity, None, check_initial, check_position)
+        _check_beginning(config, identity, None, data)
         return []
     saved: list[tuple[Store, list[str]]] = []
     for key, store in open_stores(config, run_folder).items():
-        _check_writable(key, store)
+        try:
+            store.check_writable()
+        except StoreError as error:
+            what = f"checkpoint.{key} = {store.url!r}: cannot be written to and read back"
+            raise type(error)(f"{what}: {error}") from None
         names = finished(store.sizes())
-        check_owner(key, store, names, run_folder, job)
+        check_owner(key, [(store, name) for name in names], run_folder, job)
         saved.append((store, names))
     own = by_age(saved)
-    resumable = [(store, name) for store, name in own if step_of(name) is not None]
+    resumable = [pair for pair in own if step_of(pair[1]) is not None]
     parent = read_parent(run_folder)
     if resumable:
         _check_reached(config.training.steps, *resumable[0])
     if parent or (resumable and (run_folder / "config.toml").is_file()):
         _check_same_branch(settings.branch_from, run_folder, parent)
     if not resumable:  # a run with checkpoints of its own no longer needs another's
-        _check_beginning(config, identity, parent, check_initial, check_position)
+        _check_beginning(config, identity, parent, data)
     return [name for _, name in own]
-
-
-def _check_writable(key: str, store: Store) -> None:
-    try:
-        store.check_writable()
-    except StoreError as error:
-        what = "cannot be written to and read back"
-        raise type(error)(f"checkpoint.{key} = {store.url!r}: {what}: {error}") from None
 
 
 def _check_reached(steps: int, store: Store, name: str) -> None:
@@ -106,12 +90,12 @@ def _check_reached(steps: int, store: Store, name: str) -> None:
 
 def _check_same_branch(branch_from: str, run_folder: Path, parent: Parent | None) -> None:
     """Refuse `branch_from` for a run that began in another way."""
-    fork, step = find_fork(branch_from)
-    if not fork:
+    place, step = split_place(branch_from)
+    if not place:
         return
     began = "is no branch"
     if parent:
-        if step in (None, parent.step) and Path(fork).resolve() == Path(parent.place).resolve():
+        if Path(place).resolve() == Path(parent.place).resolve() and int(step or parent.step) == parent.step:
             return
         began = f"branched from {parent.place}@{parent.step}"
     raise ConfigError(
@@ -120,40 +104,33 @@ def _check_same_branch(branch_from: str, run_folder: Path, parent: Parent | None
     )
 
 
-def _check_beginning(
-    config: Config,
-    identity: dict[str, Any],
-    parent: Parent | None,
-    check_initial: Callable[[str, Opened], object],
-    check_position: Callable[[dict[str, Any]], object],
-) -> None:
+def _check_beginning(config: Config, identity: dict[str, Any], parent: Parent | None, data: DataLoader | None) -> None:
     """Refuse a checkpoint to begin from that is not there or does not fit. A branch begins where it began before."""
-    fork, step = parent[:2] if parent else find_fork(config.checkpoint.branch_from)
+    fork = find_fork(config.checkpoint.branch_from, parent)
     place = fork or config.checkpoint.initial_load
     if not place:
         return
 
     def check(opened: Opened) -> None:
         check_identity(opened.manifest, identity)
-        check_initial(place, opened)
-        if fork:
-            check_position(opened.manifest.get("dataloader", {}))
-            _check_fork(config.training.steps, opened)
+        if data:
+            check_vocabulary(data.tokenizer, place, opened)
+        if not fork:
+            return
+        if data:
+            data.check_place(opened.manifest.get("dataloader", {}))
+        step = opened.manifest["step"]
+        steps = config.training.steps
+        if step >= steps:
+            raise ConfigError(f"training.steps = {steps}: must be above {step}, {opened.url}")
+        if step and not opened.tensors("optimizer."):
+            raise CheckpointError(f"{opened.url}: holds weights alone: set checkpoint.initial_load instead")
 
     try:
-        load_newest(locate(place, config.comm.store_retry_seconds, step), Ranks(), check)
+        load_newest(locate(place, config.comm.store_retry_seconds), Ranks(), check)
     except TitaniteError as error:
         key = "branch_from" if fork else "initial_load"
         raise type(error)(f"checkpoint.{key}: {error}") from None
-
-
-def _check_fork(steps: int, opened: Opened) -> None:
-    """Refuse a checkpoint from which a branch would have no step to take, or no moments."""
-    step = opened.manifest["step"]
-    if step >= steps:
-        raise ConfigError(f"training.steps = {steps}: must be above {step}, {opened.url}")
-    if step and not opened.tensors("optimizer."):
-        raise CheckpointError(f"{opened.url}: holds weights alone: set checkpoint.initial_load instead")
 
 
 def check_shared(key: str, store: LocalStore, ranks: Ranks) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWrite
 from torch.utils.serialization import config as serialization
 
 from checkpoint import CheckpointError
-from checkpoint.manifest import ChecksumError, Opened, checked_twice
+from checkpoint.manifest import ChecksumError, Opened, checked_twice, path_of
 from checkpoint.ranks import Ranks
 from storage import DamagedError, Store, join
 
@@ -148,6 +148,7 @@ class _ChecksummedStream(io.RawIOBase):
 def copy_files(source: Store, target: Store, name: str, written: Written, on_progress: Callable[[], None]) -> None:
     """Copy what this rank has `written` of checkpoint `name`, and check each item. Raises DamagedError, StoreError."""
 
+    @checked_twice
     def copy(path: str, items: Sequence[Any]) -> None:
         with target.create(path) as raw:
             for info in items:
@@ -161,7 +162,7 @@ def copy_files(source: Store, target: Store, name: str, written: Written, on_pro
     for info in written.values():  # in the order of their offsets
         files.setdefault(info.relative_path, []).append(info)
     for file, items in files.items():
-        checked_twice(partial(copy, f"{name}/{file}", items))
+        copy(f"{name}/{file}", items)
 
 
 # ---------------------------------------------------------------- reading
@@ -240,8 +241,7 @@ def _read_items(opened: Opened, items: Sequence[_Item], consume: Callable[[_Item
     """
 
     def load(group: list[_Item]) -> None:
-        pieces = checked_twice(partial(_read_range, opened, group))
-        for item, piece in zip(group, pieces, strict=True):
+        for item, piece in zip(group, _read_range(opened, group), strict=True):
             consume(item, piece)
 
     start: Callable[[], None] | None = None
@@ -254,11 +254,12 @@ def _read_items(opened: Opened, items: Sequence[_Item], consume: Callable[[_Item
             threads.shutdown(cancel_futures=True)
 
 
+@checked_twice
 def _read_range(opened: Opened, group: list[_Item]) -> list[memoryview]:
     """The bytes of each of some neighbours, read at once and checked. Raises StoreError, ChecksumError if damaged."""
     file = group[0].info.relative_path
     first = group[0].info.offset
-    data = opened.store.read(f"{opened.name}/{file}".lstrip("/"), first, group[-1].end - first)
+    data = opened.store.read(path_of(opened.name, file), first, group[-1].end - first)
     pieces = []
     for item in group:
         piece = data[item.info.offset - first : item.end - first]
@@ -273,16 +274,11 @@ def _read_range(opened: Opened, group: list[_Item]) -> list[memoryview]:
 def _neighbours(items: Sequence[_Item]) -> list[list[_Item]]:
     """Runs of items that touch in one file, up to RANGE_BYTES."""
     groups: list[list[_Item]] = []
+    touched = None  # the place where a neighbour would begin
     for item in sorted(items, key=lambda item: (item.info.relative_path, item.info.offset)):
-        if groups and _joins(groups[-1], item):
-            groups[-1].append(item)
-        else:
-            groups.append([item])
+        file = item.info.relative_path
+        if touched != (file, item.info.offset) or item.end - groups[-1][0].info.offset > RANGE_BYTES:
+            groups.append([])
+        groups[-1].append(item)
+        touched = (file, item.end)
     return groups
-
-
-def _joins(group: list[_Item], item: _Item) -> bool:
-    """Whether an item follows a run of neighbours directly, and all fit one range."""
-    same_file = item.info.relative_path == group[0].info.relative_path
-    touches = item.info.offset == group[-1].end
-    return same_file and touches and item.end - group[0].info.offset <= RANGE_BYTES

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from checkpoint import CheckpointError
 from checkpoint.branch import BEST, split_place
-from checkpoint.manifest import MANIFEST, METADATA, Manifest, Opened, by_step, open_checkpoint, step_of
+from checkpoint.manifest import MANIFEST, METADATA, Manifest, Opened, by_step, committed, open_checkpoint, step_of
 from checkpoint.owner import own_checkpoints
 from checkpoint.ranks import Ranks
-from checkpoint.retention import best_of, committed
+from checkpoint.retention import best_of
 from config import Config, tomllib
 from storage import DamagedError, Store, join, open_store
 
@@ -37,8 +37,8 @@ def by_age(found: Iterable[tuple[Store, list[str]]]) -> list[tuple[Store, str]]:
     return sorted(pairs, key=lambda pair: by_step(pair[1]), reverse=True)  # stable: keeps the order of equal ones
 
 
-def locate(place: str | Path, retry_seconds: float = 180, step: int | None = None) -> list[tuple[Store, str]]:
-    """(store, name) of the checkpoints at `place` (of one `step`), newest first, over all its stores; see `find`.
+def locate(place: str | Path, retry_seconds: float = 180) -> list[tuple[Store, str]]:
+    """(store, name) of the checkpoints at `place`, newest first, over all its stores; see `find`.
 
     `place` may end in @STEP or @best. A run folder stands for the checkpoints that it knows: others
     there may be those of a copy, or of the original.
@@ -51,26 +51,19 @@ def locate(place: str | Path, retry_seconds: float = 180, step: int | None = Non
         raise CheckpointError(
             f"{place}: is a copy of a run, or an older state of it, and does not know {unknown}: name that itself"
         )
-    if which == BEST:
-        return _best_of(own, place)
-    if which:
-        step = int(which)
-    if step is None:
+    if not which:
         return own
-    chosen = [(store, name) for store, name in own if step_of(name) == step]
+    if which == BEST:
+        best = best_of([name for _, name in own], Path(place))
+        if best is None:
+            advice = "name the folder of a run that validates at steps with a checkpoint"
+            raise CheckpointError(f"{place}@{BEST}: none of its checkpoints has a validation loss; {advice}")
+        return [pair for pair in own if pair[1] == best]
+    chosen = [pair for pair in own if step_of(pair[1]) == int(which)]
     if not chosen:
         steps = dict.fromkeys(str(step_of(name)) for _, name in own)
-        raise CheckpointError(f"{place}: no checkpoint of step {step}, only of {', '.join(steps)}")
+        raise CheckpointError(f"{place}: no checkpoint of step {which}, only of {', '.join(steps)}")
     return chosen
-
-
-def _best_of(own: list[tuple[Store, str]], place: str) -> list[tuple[Store, str]]:
-    """The copies of a run's best checkpoint. Raises CheckpointError if none has a validation loss."""
-    best = best_of([name for _, name in own], Path(place))
-    if best is None:
-        advice = "name the folder of a run that validates at steps with a checkpoint"
-        raise CheckpointError(f"{place}@{BEST}: none of its checkpoints has a validation loss; {advice}")
-    return [(store, name) for store, name in own if name == best]
 
 
 def find(
@@ -111,18 +104,18 @@ def load_newest(
     on all. Returns the candidate, what `fill` returned, and (url, name) of the damaged ones before.
     Raises CheckpointError without any.
     """
-    damaged: set[tuple[str, str]] = set()
+    damaged: dict[tuple[str, str], DamagedError] = {}
     for store, name in candidates:
         try:
             opened = ranks.from_rank_0(partial(open_checkpoint, store, name))
-            return opened, ranks.together(partial(fill, opened)), damaged
+            return opened, ranks.together(partial(fill, opened)), {*damaged}
         except DamagedError as error:
-            reason = error
-            damaged.add((store.url, name))
+            damaged[store.url, name] = error
             if ranks.is_coordinator:
                 logger.warning(f"damaged checkpoint skipped: {error}")
-    names = ", ".join(join(store.url, name) for store, name in candidates)
-    raise CheckpointError(f"no checkpoint is intact ({len(candidates)} tried): {names}; {reason}", agreed=True)
+    names = ", ".join(join(*found) for found in damaged)
+    *_, last = damaged.values()
+    raise CheckpointError(f"no checkpoint is intact ({len(damaged)} tried): {names}; {last}", agreed=True)
 
 
 def load_place(place: str | Path, fill: Callable[[Opened], T]) -> T:

@@ -19,15 +19,15 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_map
 
 from checkpoint import CheckpointError, files, loading
-from checkpoint.branch import Parent, find_fork, read_parent, record_parent
+from checkpoint.branch import Parent, find_fork, read_parent, record_parent, split_place
 from checkpoint.checks import check_shared
 from checkpoint.companions import declared_by
 from checkpoint.files import State, WritePlan, Written, read_state
 from checkpoint.loading import load_newest, locate
-from checkpoint.manifest import Manifest, Opened, commit, copy_commit, new_checkpoint_name, step_of
+from checkpoint.manifest import Manifest, Opened, commit, committed, copy_commit, finished, new_checkpoint_name, step_of
 from checkpoint.owner import Start, check_claim, new_start, read_known, record_known, run_name
 from checkpoint.ranks import Ranks
-from checkpoint.retention import Retention, check_room, committed, finished
+from checkpoint.retention import Retention, check_room
 from checkpoint.state import Staging, model_tensors, optimizer_tensors, random_state, tensors_to_fill
 from config import Config, TitaniteError, to_toml
 from data.ledger import saved_place
@@ -121,7 +121,10 @@ class CheckpointManager:
             return 0
 
     def _load(self) -> int:
-        own = self._take_places()
+        for key, store in self.stores.items():
+            if isinstance(store, LocalStore):
+                check_shared(key, store, self.ranks)
+        own = self.ranks.from_rank_0(self._take_places)
         resumed = ""
         damaged = set[tuple[str, str]]()
         if own:
@@ -141,17 +144,27 @@ class CheckpointManager:
         return self.newest_step or 0
 
     def _take_places(self) -> list[tuple[Store, str]]:
-        """Check the places of this run's checkpoints and claim them. Returns the checkpoints there, newest first."""
-        for key, store in self.stores.items():
-            if isinstance(store, LocalStore):
-                check_shared(key, store, self.ranks)
-        own = self.ranks.from_rank_0(self._find)
+        """Claim the places of this run's checkpoints, if they have room. Returns what is there, newest first.
+
+        For rank 0. Raises CheckpointError if nothing is there although it was saved.
+        """
+        own = loading.by_age((store, committed(store)) for store in self.stores.values())
+        saved = self.run_folder / SAVED
+        if not own and saved.is_file():
+            places = ", ".join(store.url for store in self.stores.values())
+            raise CheckpointError(
+                f"{places}: no checkpoint found, but this run has saved {saved.read_text()}; "
+                "set checkpoint.folder to where it is now, or another run.folder for a new run"
+            )
         moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # of the weights' size
         if self.config.parallelism.local_steps:
             moments += 1  # of the islands
-        needed = (1 + moments) * sum(self.model_bytes.values())
-        self.ranks.from_rank_0(lambda: check_room(self.store, self.settings, needed))
-        self.ranks.from_rank_0(partial(self._claim, own))
+        check_room(self.store, self.settings, (1 + moments) * sum(self.model_bytes.values()))
+        for retention in self.retentions:
+            retention.claim()
+        known = read_known(self.run_folder) or set()
+        with suppress(OSError):  # then the next start asks again
+            record_known(self.run_folder, {name for _, name in own} - known)  # it was checked, and is the run's
         return own
 
     def _load_all(self, candidates: list[tuple[Store, str]]) -> tuple[Opened, set[tuple[str, str]]]:
@@ -162,83 +175,51 @@ class CheckpointManager:
         self.newest_step = opened.manifest["step"]
         return opened, damaged
 
+    def _locate(self, place: str) -> list[tuple[Store, str]]:
+        return self.ranks.from_rank_0(partial(locate, place, self.config.comm.store_retry_seconds))
+
     def _begin(self) -> None:
         """Load what a run without checkpoints of its own begins from, if it is set: a trunk's state, or weights."""
-        fork = self.ranks.from_rank_0(self._find_fork)
+        begun = self.ranks.from_rank_0(partial(read_parent, self.run_folder))
+        fork = find_fork(self.settings.branch_from, begun)
         if not fork:
             self._load_initial()
             return
-        opened, _ = self._load_all(fork)
+        opened, _ = self._load_all(self._locate(fork))
         manifest = opened.manifest
         logger.info(f"branched from {opened.url}, world size {manifest['world_size']} then")
-        place, _ = find_fork(self.settings.branch_from)
         tokens = saved_place(manifest["dataloader"]).tokens
-        self._record_parent(Parent(place, manifest["step"], manifest.get("run", ""), tokens))
+        self._record_parent(Parent(split_place(fork)[0], manifest["step"], manifest.get("run", ""), tokens))
 
     def _record_parent(self, parent: Parent | None) -> None:
         self.parent = self.ranks.from_rank_0(partial(record_parent, self.run_folder, parent))
-
-    def _find(self) -> list[tuple[Store, str]]:
-        """The checkpoints of this run, newest first. Raises CheckpointError if none is seen although one was saved."""
-        found = loading.by_age((store, committed(store)) for store in self.stores.values())
-        saved = self.run_folder / SAVED
-        if not found and saved.is_file():
-            places = ", ".join(store.url for store in self.stores.values())
-            raise CheckpointError(
-                f"{places}: no checkpoint found, but this run has saved {saved.read_text()}; "
-                "set checkpoint.folder to where it is now, or another run.folder for a new run"
-            )
-        return found
-
-    def _claim(self, own: list[tuple[Store, str]]) -> None:
-        """Claim the places for this start. Whatever it finds there, checked before, is from here on the run's own."""
-        for retention in self.retentions:
-            retention.claim()
-        found = {name for _, name in own}
-        known = read_known(self.run_folder) or set()
-        with suppress(OSError):  # then the next start asks again
-            record_known(self.run_folder, found - known)
-
-    def _find_fork(self) -> list[tuple[Store, str]]:
-        """The checkpoints of another run that this one branches from, newest first; none if it is no branch."""
-        parent = read_parent(self.run_folder)
-        place, step = parent[:2] if parent else find_fork(self.settings.branch_from)
-        return locate(place, self.config.comm.store_retry_seconds, step) if place else []
 
     def _load_initial(self) -> None:
         """Load the weights of `checkpoint.initial_load`, if set, into the model. Collective."""
         place = self.settings.initial_load
         if place:
-            candidates = self.ranks.from_rank_0(partial(locate, place, self.config.comm.store_retry_seconds))
-            opened, *_ = load_newest(candidates, self.ranks, self._fill_weights)
+            opened, *_ = load_newest(self._locate(place), self.ranks, partial(self._fill, weights_only=True))
             self.declared = declared_by(opened)
             logger.info(f"model weights loaded from {opened.url}")
 
-    def _check_model(self, opened: Opened) -> None:
+    def _fill(self, opened: Opened, weights_only: bool = False) -> None:
+        """Load model, optimizer and, at the same world size, random states from a checkpoint and check each byte."""
         loading.check_identity(opened.manifest, self.identity)
         loading.check_same_names(opened, self.model_bytes)
-
-    def _fill_weights(self, opened: Opened) -> None:
-        """Load the model from a checkpoint and check each byte."""
-        self._check_model(opened)
-        read_state(opened, {"model": model_tensors(self.model)}, self.on_progress)
-
-    def _fill(self, opened: Opened) -> None:
-        """Load model, optimizer and, at the same world size, random states from a checkpoint and check each byte."""
-        self._check_model(opened)
         state: State = {"model": model_tensors(self.model)}
-        saved = {name.removeprefix("optimizer.") for name in opened.tensors("optimizer.")}
-        if saved:
-            self.allocate_state()
-            state["optimizer"] = tensors_to_fill(self.model, self.optimizer, saved)
-        else:  # a checkpoint of step 0; a damaged one that was tried first may have left some state
-            self.optimizer.state.clear()
         random_states = {}
-        if opened.manifest["world_size"] == self.ranks.size:
-            prefix = f"rng.{self.ranks.rank}."
-            held = opened.tensors(prefix)
-            random_states = {kind: value for kind, value in random_state().items() if f"{prefix}{kind}" in held}
-            state["rng"] = {str(self.ranks.rank): random_states}
+        if not weights_only:
+            saved = {name.removeprefix("optimizer.") for name in opened.tensors("optimizer.")}
+            if saved:
+                self.allocate_state()
+                state["optimizer"] = tensors_to_fill(self.model, self.optimizer, saved)
+            else:  # a checkpoint of step 0; a damaged one that was tried first may have left some state
+                self.optimizer.state.clear()
+            if opened.manifest["world_size"] == self.ranks.size:
+                prefix = f"rng.{self.ranks.rank}."
+                held = opened.tensors(prefix)
+                random_states = {kind: value for kind, value in random_state().items() if f"{prefix}{kind}" in held}
+                state["rng"] = {str(self.ranks.rank): random_states}
         read_state(opened, state, self.on_progress)
         for kind, value in random_states.items():
             device = torch if kind == "cpu" else torch.get_device_module(kind)
@@ -251,9 +232,8 @@ class CheckpointManager:
         if self.settings.enable and step != self.newest_step:
             self.save(step)
         if self.settings.save_model and step == self.config.training.steps:
-            model = f"model-{step:08d}-"
             found = self.ranks.from_rank_0(lambda: finished(self.store.sizes()))
-            if not any(name.startswith(model) for name in found):  # by an earlier start
+            if not any(name.startswith(f"model-{step:08d}-") for name in found):  # by an earlier start
                 self.save(step, "model")
 
     def save(self, step: int, kind: str = "step") -> None:
@@ -277,7 +257,17 @@ class CheckpointManager:
         plan = self._plan(state)
         resolve = files.resolver(state)
         name = self.ranks.broadcast_object(new_checkpoint_name(step, kind))
-        facts = self._facts(step)
+        facts = {
+            "step": step,
+            "world_size": self.ranks.size,
+            "run": self.run,
+            "start": self.start._asdict(),
+            "identity": self.identity,
+            **self.declared,
+            "dataloader": self.dataloader.state_dict(),
+            "parent": self.parent._asdict() if self.parent else None,
+            "config": to_toml(self.config),
+        }
         if self.settings.mode == "sync":
             written = self._write(name, plan, resolve, facts)
             self.under_way = self.background.submit(self._follow_up, name, written)
@@ -299,20 +289,6 @@ class CheckpointManager:
             self.planned = (shapes, files.plan_save(state, self.ranks))
         plan: WritePlan = self.planned[1]
         return plan
-
-    def _facts(self, step: int) -> Manifest:
-        """What the manifest says of the run and its state."""
-        return {
-            "step": step,
-            "world_size": self.ranks.size,
-            "run": self.run,
-            "start": self.start._asdict(),
-            "identity": self.identity,
-            **self.declared,
-            "dataloader": self.dataloader.state_dict(),
-            "parent": self.parent._asdict() if self.parent else None,
-            "config": to_toml(self.config),
-        }
 
     def last_saved(self) -> int | None:
         """Wait for the save under way. Returns the step of the newest save or load, None if there was none."""
@@ -369,13 +345,10 @@ class CheckpointManager:
         try:
             yield
         except TitaniteError:
-            self.ranks.from_rank_0(self._check_claims)
+            for store in self.stores.values():
+                with suppress(StoreError):
+                    self.ranks.from_rank_0(partial(check_claim, store, self.start))
             raise
-
-    def _check_claims(self) -> None:
-        for store in self.stores.values():
-            with suppress(StoreError):
-                check_claim(store, self.start)
 
     def _follow_up(self, name: str, written: Written) -> None:
         """After a commit, do what training need not wait for: upload what this rank has `written`, remove old ones."""
@@ -383,15 +356,12 @@ class CheckpointManager:
         if second:
             with self._unless_taken_over():
                 self.ranks.together(partial(files.copy_files, self.store, second, name, written, self.on_progress))
-                self.ranks.from_rank_0(partial(self._commit_copy, second, name))
+                self.ranks.from_rank_0(partial(check_claim, second, self.start))
+                self.ranks.from_rank_0(partial(copy_commit, self.store, second, name))
             logger.info(f"checkpoint {name} uploaded to {second.url}")
         if self.ranks.is_coordinator:
             for retention in self.retentions:
                 retention.tidy(name)
-
-    def _commit_copy(self, second: Store, name: str) -> None:
-        check_claim(second, self.start)
-        copy_commit(self.store, second, name)
 
 
 def _lower_priority() -> None:

@@ -9,10 +9,11 @@ import pickle
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
@@ -26,6 +27,7 @@ METADATA = ".metadata"
 FORMAT_VERSION = 1
 
 Manifest = dict[str, Any]
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -51,6 +53,22 @@ def step_of(name: str) -> int | None:
 def by_step(name: str) -> str:
     """Sort key of names: by step, then by time. "" comes first."""
     return name.partition("-")[2]
+
+
+def begun(sizes: Iterable[str]) -> list[str]:
+    """All checkpoints in a listing, committed or not, oldest first."""
+    folders = {file.partition("/")[0] for file in sizes if "/" in file}
+    return sorted(filter(is_checkpoint_name, folders), key=by_step)
+
+
+def finished(sizes: Collection[str]) -> list[str]:
+    """The checkpoints in a listing that have a manifest, newest first; also those of a model alone."""
+    return [name for name in reversed(begun(sizes)) if f"{name}/{MANIFEST}" in sizes]
+
+
+def committed(store: Store) -> list[str]:
+    """Names of the checkpoints in `store` that have a manifest, newest first; not those of a model alone."""
+    return [name for name in finished(store.sizes()) if step_of(name) is not None]
 
 
 class Opened(NamedTuple):
@@ -82,34 +100,40 @@ def open_checkpoint(store: Store, name: str) -> Opened:
 
 def open_stock(store: Store) -> Opened:
     """A checkpoint that stock DCP wrote, to import: without manifest and checksums. Raises StoreError."""
-    return Opened(store, "", {}, unpickle_metadata(read_small(store, "", METADATA, None)))
+    return Opened(store, "", {}, unpickle_metadata(bytes(store.read(METADATA))))
 
 
-def checked_twice(read: Callable[[], T]) -> T:
-    """`read()`, tried again if a checksum differs: a bit can also flip on the way."""
-    try:
-        return read()
-    except ChecksumError:
-        return read()
+def checked_twice(read: Callable[P, T]) -> Callable[P, T]:
+    """A decorator: `read` is called again if a checksum differs, since a bit can also flip on the way."""
+
+    def read_twice(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return read(*args, **kwargs)
+        except ChecksumError:
+            return read(*args, **kwargs)
+
+    return read_twice
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest as stored, with a checksum of itself. Any other bytes count as damaged."""
-    body = json.dumps(manifest, indent=1, sort_keys=True)
-    return json.dumps({"manifest": manifest, "sha256": sha256(body)}, indent=1, sort_keys=True).encode()
+    encode = partial(json.dumps, indent=1, sort_keys=True)
+    return encode({"manifest": manifest, "sha256": sha256(encode(manifest).encode())}).encode()
 
 
-def decode_manifest(content: bytes, where: str) -> Manifest:
-    """What `encode_manifest` encoded. Raises ChecksumError for any other bytes."""
+@checked_twice
+def read_encoded(store: Store, file: str) -> Manifest:
+    """Read what `encode_manifest` encoded. Raises ChecksumError for any other bytes."""
+    content = store.read(file)
     with suppress(ValueError, TypeError, KeyError):
-        manifest = json.loads(content)["manifest"]
+        manifest = json.loads(bytes(content))["manifest"]
         if encode_manifest(manifest) == content:
             return manifest
-    raise ChecksumError(f"{where}: its checksum differs")
+    raise ChecksumError(f"{join(store.url, file)}: its checksum differs")
 
 
 def commit(
-    store: Store, name: str, index: Metadata, written: Sequence[Mapping[MetadataIndex, Any]], facts: Manifest
+    store: Store, name: str, index: Metadata, written: Sequence[dict[MetadataIndex, Any]], facts: Manifest
 ) -> None:
     """Write DCP's index, then the manifest with `facts`, after which the checkpoint exists.
 
@@ -118,7 +142,7 @@ def commit(
     """
     found: dict[MetadataIndex, Any] = {}
     for own in written:
-        found.update(own)
+        found |= own
     planned = sum(len(getattr(stored, "chunks", ())) for stored in index.state_dict_metadata.values())
     if len(found) != planned:
         raise CheckpointError("not all items that were planned were written")
@@ -149,44 +173,42 @@ def copy_commit(source: Store, target: Store, name: str) -> None:
 
 def read_manifest(store: Store, name: str) -> Manifest:
     """Read the manifest of checkpoint `name`. Raises DamagedError if it is missing or any byte was altered."""
-    where = join(store.url, name)
-
-    def read() -> Manifest:
-        return decode_manifest(read_small(store, name, MANIFEST, None), f"{where}/{MANIFEST}")
-
-    manifest = checked_twice(read)
+    manifest = read_encoded(store, path_of(name, MANIFEST))
     if manifest["format"] != FORMAT_VERSION:
-        raise CheckpointError(f"{where}: has format {manifest['format']}; this version reads {FORMAT_VERSION}")
+        found = f"has format {manifest['format']}"
+        raise CheckpointError(f"{join(store.url, name)}: {found}; this version reads {FORMAT_VERSION}")
     return manifest
 
 
-def read_small(store: Store, name: str, file: str, digest: str | None) -> bytes:
-    """Read a small file of checkpoint `name`. Raises DamagedError if its SHA-256 is not `digest`, if given."""
-
-    def read() -> bytes:
-        content = bytes(store.read(f"{name}/{file}".lstrip("/")))
-        if digest in (None, sha256(content)):
-            return content
-        raise ChecksumError(f"{join(store.url, name)}/{file}: its checksum differs")
-
-    return checked_twice(read)
+@checked_twice
+def read_small(store: Store, name: str, file: str, digest: str) -> bytes:
+    """Read a small file of checkpoint `name`. Raises DamagedError if its SHA-256 is not `digest`."""
+    path = path_of(name, file)
+    content = bytes(store.read(path))
+    if sha256(content) != digest:
+        raise ChecksumError(f"{join(store.url, path)}: its checksum differs")
+    return content
 
 
-def sha256(data: bytes | str) -> str:
+def path_of(name: str, file: str) -> str:
+    """A file of checkpoint `name`, "" if the store is that checkpoint, in its store."""
+    return f"{name}/{file}".lstrip("/")
+
+
+def sha256(data: bytes) -> str:
     """The SHA-256 of `data`, in hex."""
-    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+    return hashlib.sha256(data).hexdigest()
 
 
-_METADATA_CLASSES = (
-    "Metadata ChunkStorageMetadata TensorStorageMetadata BytesStorageMetadata TensorProperties MetadataIndex "
-    "StorageMeta _MEM_FORMAT_ENCODING"
-)
-_INDEX_CLASSES = frozenset(
-    {("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES.split()}
-    | {("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
-    | {("torch", "Size"), ("torch.serialization", "_get_layout")}
-    | {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the checkpoint's own path, in stock ones
-)
+INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": "Metadata ChunkStorageMetadata TensorStorageMetadata BytesStorageMetadata "
+    "TensorProperties MetadataIndex StorageMeta _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    "pathlib": "PosixPath",  # the checkpoint's own path, in stock ones
+    "pathlib._local": "PosixPath",
+}  # module → what an index may refer to
 
 
 class _IndexUnpickler(pickle.Unpickler):
@@ -196,7 +218,7 @@ class _IndexUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):  # Python 3.11.0 to 3.11.3 pickle members of enums so
             return operator.getitem  # which finds those, and nothing that could run
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) not in _INDEX_CLASSES and not is_dtype:
+        if name not in INDEX_CLASSES.get(module, "").split() and not is_dtype:
             raise DamagedError(f"{METADATA}: refused, since it refers to {module}.{name}, which no index needs")
         return super().find_class(module, name)
 

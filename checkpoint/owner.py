@@ -9,13 +9,13 @@ next commit or removal, and ends.
 import os
 import secrets
 import socket
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from checkpoint.manifest import Manifest, checked_twice, decode_manifest, encode_manifest, read_manifest
+from checkpoint.manifest import Manifest, encode_manifest, read_encoded, read_manifest
 from config import ConfigError
 from storage import DamagedError, Store, join
 
@@ -66,52 +66,53 @@ def record_known(run_folder: Path, names: Iterable[str]) -> None:
         os.fsync(file.fileno())
 
 
-def check_owner(key: str, store: Store, names: Collection[str], run_folder: Path, job: str = "") -> None:
+def check_owner(key: str, found: list[tuple[Store, str]], run_folder: Path, job: str = "") -> None:
     """Refuse a place with checkpoints of another run, or of this one that its folder does not know.
 
-    `names`: those in the place, newest first. Of strange ones the newest that can be read counts,
+    `found`: those in the place, newest first. Of strange ones the newest that can be read counts,
     so that one manifest is read at most. A folder without a record takes its run's checkpoints for
     its own. Raises ConfigError.
     """
     known = read_known(run_folder)
-    strange = [(store, name) for name in names if known is None or name not in known]
-    found = _newest_readable(strange)
-    if found is None:
+    newest = _newest_readable([pair for pair in found if pair[1] not in (known or ())])
+    if newest is None:
         return
-    name, manifest = found
+    store, name, manifest = newest
+    there = f"checkpoint.{key} = {store.url!r}: {name} there was saved"
     run = run_name(run_folder)
     other = manifest.get("run", run)
     if other != run:
         raise ConfigError(
-            f"checkpoint.{key} = {store.url!r}: {name} there was saved by another run, {other}: set another "
-            f"checkpoint.{key}, and to start from its weights checkpoint.initial_load = {store.url!r}. If this "
-            f"is that run, moved or renamed, write {other} into {RUN_NAME} in its run.folder"
+            f"{there} by another run, {other}: set another checkpoint.{key}, and to start from its weights "
+            f"checkpoint.initial_load = {store.url!r}. If this is that run, moved or renamed, write {other} into "
+            f"{RUN_NAME} in its run.folder"
         )
     if known is not None and not _goes_on(manifest, run_folder, job):
         origin = manifest.get("start", {}).get("folder", "elsewhere")
         raise ConfigError(
-            f"checkpoint.{key} = {store.url!r}: {name} there was saved from {origin} and is unknown to {run_folder}, "
-            f"a copy of the run or an older state of it: go on in {origin}, or begin a branch in a new run.folder "
-            f"(checkpoint.branch_from = '{store.url}@{manifest['step']}'), or set another checkpoint.{key}, without "
-            f"unknown checkpoints. If {run_folder} is the run to go on with, as after a restore, remove its {KNOWN}"
+            f"{there} from {origin} and is unknown to {run_folder}, a copy of the run or an older state of it: go on "
+            f"in {origin}, or begin a branch in a new run.folder (checkpoint.branch_from = "
+            f"'{store.url}@{manifest['step']}'), or set another checkpoint.{key}, without unknown checkpoints. If "
+            f"{run_folder} is the run to go on with, as after a restore, remove its {KNOWN}"
         )
 
 
 def own_checkpoints(run_folder: Path, found: list[tuple[Store, str]]) -> list[tuple[Store, str]]:
     """Those of the checkpoints in a run's places, newest first, that its folder takes for its own, as a start does."""
     known = read_known(run_folder)
-    strange = [pair for pair in found if known is not None and pair[1] not in known]
-    newest = _newest_readable(strange)
-    if newest is None or _goes_on(newest[1], run_folder):
+    if known is None:
         return found
-    return [pair for pair in found if pair not in strange]
+    newest = _newest_readable([pair for pair in found if pair[1] not in known])
+    if newest is None or _goes_on(newest[2], run_folder):
+        return found
+    return [pair for pair in found if pair[1] in known]
 
 
-def _newest_readable(checkpoints: Iterable[tuple[Store, str]]) -> tuple[str, Manifest] | None:
-    """Name and manifest of the first that is not damaged."""
+def _newest_readable(checkpoints: Iterable[tuple[Store, str]]) -> tuple[Store, str, Manifest] | None:
+    """The first that is not damaged, and its manifest."""
     for store, name in checkpoints:
         with suppress(DamagedError):
-            return name, read_manifest(store, name)
+            return store, name, read_manifest(store, name)
     return None
 
 
@@ -122,9 +123,10 @@ def _goes_on(manifest: Manifest, run_folder: Path, job: str = "") -> bool:
     own, or while the disk of the folder was full.
     """
     start = manifest.get("start", {})
+    if start.get("folder") != str(run_folder.absolute()):
+        return False
     same_job = job != "" and start.get("job") == job
-    same_path = start.get("folder") == str(run_folder.absolute())
-    return same_path and (same_job or manifest.get("unrecorded", False))
+    return same_job or manifest.get("unrecorded", False)
 
 
 def take_claim(store: Store, start: Start) -> bool:
@@ -146,7 +148,6 @@ def check_claim(store: Store, start: Start) -> None:
 
 def _read_claim(store: Store) -> Start | None:
     """The claim on a place. None if there is none, or none that this version wrote."""
-    where = join(store.url, CLAIM)
     with suppress(DamagedError, TypeError):
-        return Start(**checked_twice(lambda: decode_manifest(bytes(store.read(CLAIM)), where)))
+        return Start(**read_encoded(store, CLAIM))
     return None

@@ -1,15 +1,14 @@
-"""Which checkpoints a store holds, which is the best, which to remove, and whether the disk has room for more."""
+"""Which checkpoint is the best, which to remove, and whether the disk has room for more."""
 
 import logging
 import math
 import shutil
-from collections.abc import Collection
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from checkpoint import CheckpointError
-from checkpoint.manifest import MANIFEST, by_step, is_checkpoint_name, step_of
+from checkpoint.manifest import MANIFEST, begun, by_step, finished, is_checkpoint_name, step_of
 from checkpoint.owner import Start, TakenOverError, check_claim, take_claim
 from config import Checkpoint
 from storage import DamagedError, LocalStore, S3Store, Store, StoreError
@@ -20,31 +19,13 @@ LOSS = "validation_loss"
 logger = logging.getLogger(__name__)
 
 
-def committed(store: Store) -> list[str]:
-    """Names of the checkpoints in `store` that have a manifest, newest first; not those of a model alone."""
-    return [name for name in finished(store.sizes()) if step_of(name) is not None]
-
-
-def finished(sizes: Collection[str]) -> list[str]:
-    """The checkpoints in a listing that have a manifest, newest first; also those of a model alone."""
-    folders = [file.removesuffix(f"/{MANIFEST}") for file in sizes if file.endswith(f"/{MANIFEST}")]
-    return sorted(filter(is_checkpoint_name, folders), key=by_step, reverse=True)
-
-
-def begun(sizes: Collection[str]) -> list[str]:
-    """All checkpoints in a listing, committed or not, oldest first."""
-    folders = {file.partition("/")[0] for file in sizes if "/" in file}
-    return sorted(filter(is_checkpoint_name, folders), key=by_step)
-
-
 def best_of(names: Collection[str], run_folder: Path) -> str | None:
     """The checkpoint with the lowest validation loss, the newest of equals. None if none was validated.
 
     Raises CheckpointError if metrics.jsonl cannot be read.
     """
     losses = validation_losses(run_folder)
-    newest_first = sorted(names, key=by_step, reverse=True)
-    validated = [name for name in newest_first if step_of(name) in losses]
+    validated = [name for name in sorted(names, key=by_step, reverse=True) if step_of(name) in losses]
     return min(validated, key=lambda name: losses[step_of(name) or 0], default=None)
 
 
@@ -55,27 +36,18 @@ def validation_losses(run_folder: Path) -> dict[int, float]:
     """
     file = run_folder / "metrics.jsonl"
     losses: dict[int, float] = {}
-    last_set = ""
+    last = ""
     try:
         for row in read_records(file):
-            name, loss = _first_loss(row)
-            if name and name != last_set:
+            names = [name for name, loss in row.items() if name.partition("/")[0] == LOSS and loss is not None]
+            if names and names[0] != last:
                 losses.clear()
-                last_set = name
-            if math.isfinite(loss):
-                losses[row["step"]] = loss
+                last = names[0]
+            if names and math.isfinite(row[last]):
+                losses[row["step"]] = row[last]
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{file}: cannot be read: {type(error).__name__}: {error}") from None
     return losses
-
-
-def _first_loss(row: dict[str, Any]) -> tuple[str, float]:
-    """Name and value of the first validation loss of a row, ("", nan) if there is none."""
-    for name, value in row.items():
-        is_loss = name == LOSS or name.startswith(f"{LOSS}/")
-        if is_loss and value is not None:
-            return name, value
-    return "", math.nan
 
 
 def check_room(store: Store, settings: Checkpoint, checkpoint_bytes: int) -> None:
@@ -86,9 +58,7 @@ def check_room(store: Store, settings: Checkpoint, checkpoint_bytes: int) -> Non
     kept = {name for name in finished(sizes) if _is_kept_for_ever(name, settings)}
     removable = {*begun(sizes)} - kept
     room = shutil.disk_usage(store.folder).free
-    for file, size in sizes.items():
-        if file.partition("/")[0] in removable:
-            room += size
+    room += sum(size for file, size in sizes.items() if file.partition("/")[0] in removable)
     copies = max(2, settings.keep + 1) + settings.keep_best
     if room < copies * checkpoint_bytes:
         raise StoreError(
@@ -121,7 +91,7 @@ class Retention:
         If the start before was on another machine, it may not have ended: then what it has left
         stays until a commit.
         """
-        try:
+        with _warned("what killed saves have left stays, and takes room"):
             sizes = self.store.sizes()
             self.own = {*finished(sizes)}  # check_checkpoints has just asked whose they are
             for name in {*begun(sizes)} - self.own:
@@ -132,20 +102,16 @@ class Retention:
             self._remove(self._superfluous(self.own, resumed), sizes)
             if not self.others_may_write:
                 self._remove_leftovers(sizes)
-        except (StoreError, CheckpointError, TakenOverError) as error:
-            logger.warning(f"what killed saves have left stays, and takes room: {error}")
 
     def tidy(self, saved: str) -> None:
         """Remove what is not kept, now that `saved` is committed."""
         self.own.add(saved)
-        try:
+        with _warned("old checkpoints could not be removed"):
             sizes = self.store.sizes()
-            names = {*finished(sizes), saved} & self.own
             if step_of(saved) is not None:
-                self._remove(self._superfluous(names - self.damaged, saved) | self.damaged, sizes)
+                names = {*finished(sizes), saved} & self.own - self.damaged
+                self._remove(self._superfluous(names, saved) | self.damaged, sizes)
             self._remove_leftovers(sizes)
-        except (StoreError, CheckpointError, TakenOverError) as error:
-            logger.warning(f"old checkpoints could not be removed: {error}")
 
     def _remove_leftovers(self, sizes: Collection[str]) -> None:
         """Remove what was begun before this start and not committed, unfinished uploads included. Once."""
@@ -159,11 +125,11 @@ class Retention:
     def _superfluous(self, names: set[str], saved: str) -> set[str]:
         """All but `saved`, the `keep` newest (0: keep all), every `keep_every`-th step's, the best and models alone."""
         steps = sorted((name for name in names if step_of(name) is not None), key=by_step, reverse=True)
-        old = {name for name in steps[self.settings.keep :] if not _is_kept_for_ever(name, self.settings)}
-        old.discard(saved)
+        kept = {saved}
         if self.settings.keep_best:
-            old.discard(best_of(steps, self.run_folder) or saved)
-        return old
+            kept.add(best_of(steps, self.run_folder) or saved)
+        old = {name for name in steps[self.settings.keep :] if not _is_kept_for_ever(name, self.settings)}
+        return old - kept
 
     def _remove(self, names: Collection[str], sizes: Collection[str]) -> None:
         """Remove those of these checkpoints that are in a listing, each manifest first, so that no half looks whole."""
@@ -173,6 +139,15 @@ class Retention:
             if name in names:
                 files = [file for file in sizes if file.startswith(f"{name}/")]
                 self.store.remove(sorted(files, key=lambda file: not file.endswith(f"/{MANIFEST}")))
+
+
+@contextmanager
+def _warned(consequence: str) -> Iterator[None]:
+    """Log an error inside, which must not end the run."""
+    try:
+        yield
+    except (StoreError, CheckpointError, TakenOverError) as error:
+        logger.warning(f"{consequence}: {error}")
 
 
 def _is_kept_for_ever(name: str, settings: Checkpoint) -> bool:

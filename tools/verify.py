@@ -16,8 +16,7 @@ from tqdm import tqdm
 
 from checkpoint.files import verify_items
 from checkpoint.loading import find
-from checkpoint.manifest import MANIFEST, open_checkpoint, read_manifest, read_small
-from checkpoint.retention import begun
+from checkpoint.manifest import MANIFEST, begun, open_checkpoint, read_manifest, read_small
 from config import Config, Data, command_line
 from data.files import Files
 from data.shards import DataError, Dataset, Split, open_dataset

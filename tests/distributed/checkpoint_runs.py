@@ -14,9 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from checkpoint.manager import CheckpointManager
-from checkpoint.manifest import Manifest
+from checkpoint.manifest import Manifest, committed
 from checkpoint.owner import new_start
-from checkpoint.retention import committed
 from config import Checkpoint, Comm, Config, Training
 from optim import allocate_state
 from storage import open_store

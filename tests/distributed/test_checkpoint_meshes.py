@@ -19,8 +19,7 @@ from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from checkpoint import CheckpointError
 from checkpoint.manager import CheckpointManager
-from checkpoint.manifest import METADATA, read_small, unpickle_metadata
-from checkpoint.retention import committed
+from checkpoint.manifest import committed, open_checkpoint
 from checkpoint.state import model_tensors, optimizer_tensors
 from config import Checkpoint, Config
 from optim import allocate_state
@@ -152,7 +151,7 @@ def test_replicas_are_written_once(tmp_path):
     run_ranks(4, write, str(tmp_path), hsdp)
     store = open_store(tmp_path)
     (name,) = committed(store)
-    metadata = unpickle_metadata(read_small(store, name, METADATA, None))
+    metadata = open_checkpoint(store, name).metadata
     pieces = Counter(index.fqn for index in metadata.storage_data if not index.fqn.startswith("rng."))
     assert pieces["model.head.weight"] == pieces["optimizer.head.weight.exp_avg"] == 2
     assert max(pieces.values()) == 2

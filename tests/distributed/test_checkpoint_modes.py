@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from checkpoint import CheckpointError, files, retention
 from checkpoint.checks import check_checkpoints
-from checkpoint.retention import committed
+from checkpoint.manifest import committed
 from config import Checkpoint, Config, ConfigError, Optimizer, Parallelism, Training
 from storage import LocalStore, StoreError, open_store
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_model, load_run, same, steps_in, train_run

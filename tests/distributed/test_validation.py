@@ -18,8 +18,7 @@ import torch.nn.functional as F
 
 from checkpoint import CheckpointError
 from checkpoint.loading import locate
-from checkpoint.manifest import step_of
-from checkpoint.retention import committed
+from checkpoint.manifest import committed, step_of
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
 from data.loader import IGNORED, Batch, validation_batches
 from data.shards import open_dataset

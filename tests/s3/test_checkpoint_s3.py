@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from checkpoint.retention import committed
+from checkpoint.manifest import committed
 from storage import OutageError, S3Store, open_store
 from tests.distributed.checkpoint_kills import survive_kills
 from tests.distributed.checkpoint_runs import Run, load_run, same, steps_in, train_run

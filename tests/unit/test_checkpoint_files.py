@@ -22,9 +22,16 @@ import storage
 from checkpoint import CheckpointError, files
 from checkpoint.checks import check_checkpoints
 from checkpoint.files import plan_save, read_state, resolver, write_items
-from checkpoint.manifest import commit, encode_manifest, open_checkpoint, open_stock, read_manifest, unpickle_metadata
+from checkpoint.manifest import (
+    commit,
+    committed,
+    encode_manifest,
+    open_checkpoint,
+    open_stock,
+    read_manifest,
+    unpickle_metadata,
+)
 from checkpoint.ranks import Ranks
-from checkpoint.retention import committed
 from checkpoint.state import model_tensors
 from config import Checkpoint, Config
 from storage import DamagedError, LocalStore, StoreError, open_store

@@ -14,9 +14,8 @@ import pytest
 from checkpoint import CheckpointError, manager
 from checkpoint.checks import check_checkpoints
 from checkpoint.loading import locate
-from checkpoint.manifest import read_manifest
+from checkpoint.manifest import committed, read_manifest
 from checkpoint.owner import TakenOverError
-from checkpoint.retention import committed
 from config import Checkpoint, Config, ConfigError
 from storage import LocalStore, StoreError, open_store
 from tests.distributed.checkpoint_runs import IDENTITY, Run, flip_bit, steps_in

@@ -8,8 +8,7 @@ import pytest
 
 from checkpoint import CheckpointError
 from checkpoint.loading import locate
-from checkpoint.manifest import encode_manifest, read_manifest, sha256
-from checkpoint.retention import committed
+from checkpoint.manifest import committed, encode_manifest, read_manifest, sha256
 from config import from_dict, to_toml
 from storage import open_store
 from tests.distributed.checkpoint_runs import Run, flip_bit
