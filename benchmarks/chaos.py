@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -26,10 +26,12 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.report import build_parser, finish, print_row, require_cpu
 from config import TitaniteError
-from data.prepare import main as prepare
 from run.folder import STARTS
 from storage.records import read_records
+from tests.corpus import write_dataset
+from tests.distributed.checkpoint_runs import flip_bit
 from tests.ports import free_port
+from tests.runs import flat, same
 from tests.s3.fault_proxy import fault_proxy
 from tests.s3.server import create_bucket, s3_environment, s3_server
 from tools.audit import prove
@@ -57,41 +59,6 @@ ARGUMENTS = (
     f"--comm.train_timeout_seconds={TIMEOUT_SECONDS}",
     "--failures.restarts_without_progress=50",
 )
-# Moves the clocks of odd ranks five minutes forward, of even ranks five minutes back, and of no other process. The
-# kernel keeps the true time, so a time of day that a rank waits for is moved back.
-SKEW_SOURCE = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <pthread.h>
-#include <stdlib.h>
-#include <sys/syscall.h>
-#include <sys/time.h>
-#include <time.h>
-#include <unistd.h>
-static long skew(void) { char *rank = getenv("RANK"); return !rank ? 0 : atoi(rank) % 2 ? 300 : -300; }
-int clock_gettime(clockid_t clock, struct timespec *t) {
-  int result = syscall(SYS_clock_gettime, clock, t);
-  if (clock == CLOCK_REALTIME) t->tv_sec += skew();
-  return result;
-}
-time_t time(time_t *out) {
-  struct timespec t; clock_gettime(CLOCK_REALTIME, &t);
-  if (out) *out = t.tv_sec;
-  return t.tv_sec;
-}
-int pthread_cond_timedwait(pthread_cond_t *c, pthread_mutex_t *m, const struct timespec *until) {
-  static int (*wait)(pthread_cond_t *, pthread_mutex_t *, const struct timespec *);
-  if (!wait) *(void **)&wait = dlsym(RTLD_NEXT, "pthread_cond_timedwait");
-  struct timespec t = *until;
-  if (t.tv_sec > 1000000000) t.tv_sec -= skew(); /* below: by the clock that counts from the start of the machine */
-  return wait(c, m, &t);
-}
-int gettimeofday(struct timeval *tv, void *zone) {
-  struct timespec t; clock_gettime(CLOCK_REALTIME, &t);
-  tv->tv_sec = t.tv_sec; tv->tv_usec = t.tv_nsec / 1000;
-  return 0;
-}
-"""
 
 
 Row = dict[str, Any]
@@ -128,23 +95,16 @@ class Job:
         self.hung: list[int] = []  # ranks that were stopped, in order
         self.launch()
 
-    def launch(self, **environment: str) -> None:
+    def launch(self) -> None:
         """Start torchrun, as a scheduler does whenever it has ended: the same job, no run folder named."""
-        self.process = self.start_agent(*self.agents, **environment)
+        self.process = self.start_agent(*self.agents)
 
-    def start_agent(self, *arguments: str, **environment: str) -> subprocess.Popen[bytes]:
+    def start_agent(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start the torchrun of one node."""
-        command = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            *arguments,
-            "--rdzv-backend=c10d",
-            f"--rdzv-id={self.name}",
-        ]
-        command += ["--max-restarts=1000", "--monitor-interval=0.1", "-m", "benchmarks.chaos_rank", *self.arguments]
-        environment = self.environment | environment
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=self.log, stderr=self.log)
+        words = f"-m torch.distributed.run --rdzv-backend=c10d --rdzv-id={self.name} --max-restarts=1000"
+        command = [sys.executable, *words.split(), "--monitor-interval=0.1", *arguments, "-m", "benchmarks.chaos_rank"]
+        command += self.arguments
+        return subprocess.Popen(command, cwd=ROOT, env=self.environment, stdout=self.log, stderr=self.log)
 
     @property
     def run(self) -> Path:
@@ -227,7 +187,7 @@ def _children(pid: int) -> list[int]:
 # ---------------------------------------------------------------- faults
 
 
-def strike(job: Job, fault: Fault, skew: Path | None) -> None:
+def strike(job: Job, fault: Fault) -> None:
     """Make a fault happen, and return as soon as it has."""
     if fault.kind == "SIGKILL in a save":
         await_save(job)
@@ -248,14 +208,13 @@ def strike(job: Job, fault: Fault, skew: Path | None) -> None:
         job.process.wait()
         job.launch()
     elif fault.kind == "corrupt checkpoint":
-        flip_a_bit(job.run, fault.step)
+        newest = max((job.run / "checkpoints").glob("*/MANIFEST.json")).parent
+        file = random.Random(fault.step).choice(sorted(newest.glob("*.distcp")))
+        flip_bit(file, file.stat().st_size // 2)
         _signal(pid, signal.SIGKILL)
     elif fault.kind == "machine lost":
         kill_machine(job.process)
         job.launch()
-    elif fault.kind == "clock skew":
-        kill_machine(job.process)
-        job.launch(**({"LD_PRELOAD": str(skew)} if skew else {}))
 
 
 def await_save(job: Job) -> None:
@@ -266,33 +225,24 @@ def await_save(job: Job) -> None:
         job.wait(lambda: bool(set(saves.glob("*")) - known), "a save")
 
 
-def flip_a_bit(run: Path, seed: int) -> None:
-    """Flip a bit in the middle of a file of the newest checkpoint."""
-    newest = max((run / "checkpoints").glob("*/MANIFEST.json")).parent
-    file = random.Random(seed).choice(sorted(newest.glob("*.distcp")))
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
-    file.write_bytes(content)
-
-
 def _signal(pid: int | None, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         if pid is not None:
             os.kill(pid, number)
 
 
-def suffer(job: Job, faults: list[Fault], skew: Path | None, rows: list[Row]) -> None:
+def suffer(job: Job, faults: list[Fault], rows: list[Row]) -> None:
     """Make each fault happen once the job trains again, then await the end of the run. Adds a row per fault."""
     for fault in faults:
         job.wait_for_step(fault.step)
         if job.is_done():
             break  # the run has ended first
-        strike(job, fault, skew)
+        strike(job, fault)
         saves = sorted((job.run / "checkpoints").glob("step-*"), key=lambda save: save.stat().st_mtime)
         amid = bool(saves) and not (saves[-1] / "MANIFEST.json").exists()
         struck = time.monotonic()
         seen = len(job.rows())
-        if fault.kind not in ("SIGTERM", "machine lost", "clock skew"):
+        if fault.kind not in ("SIGTERM", "machine lost"):
             job.wait_for_restart(job.starts())
             seen = len(job.rows())
         row = job.train_on(fault.kind, struck, rows, seen)
@@ -322,19 +272,7 @@ def weights(run: Path, scratch: Path) -> dict[str, torch.Tensor]:
     """Everything in the newest checkpoint except random states, read by torch's own tool."""
     newest = max((run / "checkpoints").glob("*/MANIFEST.json")).parent
     dcp_to_torch_save(newest, scratch / "all.pt")
-    return dict(_flat(torch.load(scratch / "all.pt", weights_only=True)))
-
-
-def _flat(tree: dict[str, Any], name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    for key, value in tree.items():
-        if isinstance(value, torch.Tensor):
-            yield f"{name}.{key}", value
-        elif isinstance(value, dict):
-            yield from _flat(value, f"{name}.{key}")
-
-
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+    return flat(torch.load(scratch / "all.pt", weights_only=True))
 
 
 def explained_ends(job: Job) -> list[dict[str, Any]]:
@@ -356,8 +294,11 @@ def wrong_verdicts(job: Job) -> int:
     return wrong
 
 
-def judge_job(job: Job, reference: dict[str, torch.Tensor] | None, scratch: Path, place: Path | None = None) -> Row:
-    """Check ledger, weights and verdicts of a job that is done. No reference if its world size has changed."""
+def judge_job(job: Job, reference: dict[str, torch.Tensor] | None, scratch: Path) -> Row:
+    """Check ledger, weights and verdicts of a job that is done. No reference if its world size has changed.
+
+    A job that saves elsewhere has left a copy of its checkpoints in its folder.
+    """
     ledger = "exact"
     try:
         prove(job.run)
@@ -366,7 +307,8 @@ def judge_job(job: Job, reference: dict[str, torch.Tensor] | None, scratch: Path
     ends = explained_ends(job)
     row: Row = {"job": job.name, "starts": job.starts(), "explained": len(ends), "ledger": ledger, "bit_equal": None}
     if reference is not None:
-        row["bit_equal"] = same(weights(place or job.run, scratch), reference)
+        copy = job.folder / "copy"
+        row["bit_equal"] = same(weights(copy if copy.exists() else job.run, scratch), reference)
     row["verdicts"] = sum(end["kind"] == "hung" for end in ends)
     row["wrong_verdicts"] = wrong_verdicts(job)
     print_row(row)
@@ -377,26 +319,10 @@ def judge_job(job: Job, reference: dict[str, torch.Tensor] | None, scratch: Path
 
 
 def prepare_data(folder: Path) -> Path:
-    """Prepare a dataset of random words."""
+    """Write a dataset of random tokens."""
     rng = random.Random(0)
-    (folder / "text").mkdir(parents=True)
-    for i in range(60):
-        words = ("".join(rng.choices("abcdefgh ", k=rng.randint(2, 9))) for _ in range(rng.randint(20, 200)))
-        (folder / "text" / f"{i:03}.txt").write_text(" ".join(words))
-    prepare([f"--source={folder / 'text'}", f"--output={folder / 'set'}", "--vocab-size=300", "--processes=1"])
-    return folder / "set"
-
-
-def build_skew(folder: Path) -> Path | None:
-    """Compile the library that moves clocks; None without a C compiler."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        return None
-    (folder / "skew.c").write_text(SKEW_SOURCE)
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", "-O1", "-o", folder / "skew.so", folder / "skew.c", "-ldl"], check=True
-    )
-    return folder / "skew.so"
+    documents = [[rng.randrange(1, 300) for _ in range(rng.randint(50, 400))] for _ in range(60)]
+    return write_dataset(folder, [documents], vocab_size=300)
 
 
 def run_on_s3(folder: Path, dataset: Path, rows: list[Row]) -> Job:
@@ -498,7 +424,6 @@ COUNTS = {
     "NaN": 3,
     "corrupt checkpoint": 4,
     "machine lost": 3,
-    "clock skew": 3,
 }
 QUICK_COUNTS = {"SIGKILL": 1, "SIGKILL in a save": 1, "SIGSTOP": 1, "SIGTERM": 1, "NaN": 1, "corrupt checkpoint": 1}
 
@@ -506,33 +431,28 @@ QUICK_COUNTS = {"SIGKILL": 1, "SIGKILL in a save": 1, "SIGSTOP": 1, "SIGTERM": 1
 def measure(quick: bool, folder: Path) -> tuple[list[Row], list[tuple[str, bool]]]:
     """Run all jobs. Returns the rows of the report and its bars."""
     dataset = prepare_data(folder / "data")
-    skew = build_skew(folder)
     with contextlib.closing(Job(folder / "undisturbed", dataset)) as job:
         job.finish()
         reference = weights(job.run, folder)
     faults: list[Row] = []
     counts = QUICK_COUNTS if quick else COUNTS
 
-    def run_planned(number: int, planned: list[Fault]) -> Row:
-        with contextlib.closing(Job(folder / f"job-{number}", dataset)) as job:
-            suffer(job, planned, skew, faults)
-        return judge_job(job, reference, folder)
+    def suffer_planned(planned: list[Fault], own: Path) -> Job:
+        with contextlib.closing(Job(own, dataset)) as job:
+            suffer(job, planned, faults)
+        return job
 
-    def run_with_copy(name: str, work: Callable[[Path, Path, list[Row]], Job]) -> Row:
-        job = work(folder / name, dataset, faults)
-        return judge_job(job, reference, folder, folder / name / "copy")
-
-    todo: list[Callable[[], Row]] = []
+    works: dict[str, Callable[[Path], Job]] = {}
     for number, planned in enumerate(schedule(random.Random(0), counts, per_job=21)):
-        todo.append(partial(run_planned, number, planned))
+        works[f"job-{number}"] = partial(suffer_planned, planned)
     if not quick:
-        todo.append(partial(run_with_copy, "s3", run_on_s3))
-        todo.append(partial(run_with_copy, "disk", run_on_full_disk))
-        todo.append(lambda: judge_job(run_elastic(folder / "elastic", dataset, faults), None, folder))
+        for name, work in (("s3", run_on_s3), ("disk", run_on_full_disk), ("elastic", run_elastic)):
+            works[name] = partial(work, dataset=dataset, rows=faults)
     jobs = []
-    for work in todo:
+    for name, run_job in works.items():
         try:
-            jobs.append(work())
+            job = run_job(folder / name)
+            jobs.append(judge_job(job, None if name == "elastic" else reference, folder))
         except TimeoutError as error:
             jobs.append({"job": str(error), "ledger": "not done", "bit_equal": False})
             print_row(jobs[-1])

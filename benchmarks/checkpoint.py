@@ -12,21 +12,17 @@ ratio`: bytes read by all ranks over the bytes they need. `extra MB`: a rank's p
 `async` saves between the steps of a training loop. `blocking s`: time until the save returns. `stall s`: how much
 longer the next step takes, up to where the optimizer may begin: the median of such steps less the median of the steps
 between them, during which nothing is written. A step is a wait that takes neither cores nor memory bandwidth, as on an
-accelerator. In the rows `one of two cores trains` it is a forward and backward of 64 tokens by one rank, which leaves
-the other core to copies and writing. There `raw` is a thread beside the step that copies as many bytes and writes them
-to a file, 16 MiB at a time past the page cache: what any writer costs a step on this machine. The S3 server runs on
-this machine (tests/s3/server.py) and shares its cores. `--quick` leaves out the rows `unsigned` and `one of two cores
-trains`.
+accelerator. In the row `one of two cores trains` it is a forward and backward of 64 tokens by one rank, which leaves
+the other core to copies and writing. The S3 server runs on this machine (tests/s3/server.py) and shares its cores.
+`--quick` leaves out the rows `unsigned` and `one of two cores trains`.
 """
 
 import ctypes
-import mmap
 import os
 import shutil
 import statistics
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,20 +38,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from benchmarks.report import add_row, build_parser, finish
-from checkpoint.manager import LOWEST_PRIORITY, CheckpointManager
+from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import committed
 from checkpoint.state import model_tensors, optimizer_tensors
 from config import Checkpoint, Config
 from optim import allocate_state
 from storage import open_store
+from tests.distributed.checkpoint_runs import Counter
 from tests.harness import run_ranks
 from tests.s3.fault_proxy import fault_proxy
 from tests.s3.server import create_bucket, s3_environment, s3_server
 
 PIECE_BYTES = 16 << 20
 ASYNC = "async"
-ALONE, RAW_ALONE = "async, one of two cores trains", "raw, one of two cores trains"
-TRAINING = (ASYNC, ALONE, RAW_ALONE)
+ALONE = "async, one of two cores trains"
+TRAINING = (ASYNC, ALONE)
 UNSIGNED = ("stock-unsigned", "ours-unsigned")
 AWS_CONFIG = "aws-config"
 STEP_TOKENS = 64
@@ -63,16 +60,6 @@ STEP_SECONDS = 0.4  # of an accelerator's step; about what the tokens take on a 
 STEPS = 6  # with a save, and as many without
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 BUCKET = "benchmark"
-
-
-class Data:
-    """A stand-in for the data loader, without a position."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
 
 
 def build(layers: int, dim: int, url: str, **settings: Any) -> tuple[CheckpointManager, dict[str, Any], int]:
@@ -93,7 +80,7 @@ def build(layers: int, dim: int, url: str, **settings: Any) -> tuple[CheckpointM
         Path("unused"),
         [model],
         optimizer,
-        Data(),
+        Counter(),
         identity={},
         allocate_state=partial(allocate_state, optimizer),
     )
@@ -151,28 +138,25 @@ def save_while_training(layers: int, dim: int, url: str, way: str) -> dict[str, 
     libc = ctypes.CDLL(None)
     assert libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     assert libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
-    manager, state, size = build(layers, dim, url, mode="async")
-    save, copied, written = lambda: manager.save(1), manager.wait_for_copies, manager.wait
-    if way == RAW_ALONE:
-        save, copied, written = _raw_background(url, [*state["model"].values(), *state["optimizer"].values()])
+    manager, _, size = build(layers, dim, url, mode="async")
     tokens_TD = torch.randn(STEP_TOKENS, dim)
     blocking = []
 
     def step(with_save: bool) -> None:
         if with_save:
             started = time.perf_counter()
-            save()
+            manager.save(1)
             blocking.append(time.perf_counter() - started)
         if way == ASYNC:
             time.sleep(STEP_SECONDS)
         else:
             manager.model[0](tokens_TD).square().mean().backward()
-        copied()
+        manager.wait_for_copies()
 
     def update() -> None:
         manager.optimizer.step()
         manager.optimizer.zero_grad()
-        written()
+        manager.wait()
 
     def whole(with_save: bool) -> None:
         step(with_save)
@@ -189,41 +173,6 @@ def save_while_training(layers: int, dim: int, url: str, way: str) -> dict[str, 
             result[name].append(measured(lambda name=name: step(with_save=name == "with"))["seconds"])  # type: ignore[misc]
             update()
     return result
-
-
-def _raw_background(url: str, tensors: list[torch.Tensor]) -> tuple[Callable[[], Any], ...]:
-    """The least that a thread must do: (copy `tensors` and write the copy, wait for the copy, wait for all)."""
-    sources = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
-    size = sum(source.nbytes for source in sources)
-    memory = mmap.mmap(-1, size + -size % mmap.PAGESIZE)  # whole pages, for O_DIRECT
-    copies, place = [], 0
-    for source in sorted(sources, key=lambda source: -source.nbytes):
-        copies.append((source, torch.frombuffer(memory, dtype=source.dtype, count=source.numel(), offset=place)))
-        place += source.nbytes
-    copied, threads = threading.Event(), []
-    copied.set()
-
-    def write(path: str) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        for source, copy in copies:
-            copy.copy_(source.flatten())
-        copied.set()
-        with open(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT), "wb", buffering=0) as file:
-            for start in range(0, len(memory), PIECE_BYTES):
-                file.write(memoryview(memory)[start : start + PIECE_BYTES])
-            os.fsync(file.fileno())
-        os.unlink(path)
-
-    def save() -> None:
-        copied.clear()
-        threads.append(threading.Thread(target=write, args=(f"{url}-{dist.get_rank()}",)))
-        threads[-1].start()
-
-    def wait() -> None:
-        while threads:
-            threads.pop().join()
-
-    return save, copied.wait, wait
 
 
 def load_elsewhere(layers: int, dim: int, url: str, way: str) -> dict[str, Any]:
@@ -349,7 +298,7 @@ def measure_place(
         target.mkdir(exist_ok=True)
         (target / AWS_CONFIG).write_text("[default]\ns3 =\n  payload_signing_enabled = false\n")
         for way in ways:
-            ranks = 1 if way in (ALONE, RAW_ALONE) else 2
+            ranks = 1 if way == ALONE else 2
             results[way].append(run_ranks(ranks, save_and_load, layers, dim, str(target), way, place == "s3"))
         if number:
             shutil.rmtree(target)
@@ -371,7 +320,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=Path("outputs").resolve()) as scratch:
         folder = Path(scratch)
         ways = ("raw", "stock", "ours", ASYNC)
-        more = () if arguments.quick else (ALONE, RAW_ALONE)
+        more = () if arguments.quick else (ALONE,)
         results = measure_place("disk", (*ways, *more), folder, layers, dim, rounds)
         for way, found in results.items():
             add_row(arguments, rows, row_of("disk", way, found))
@@ -418,10 +367,8 @@ def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     ]
     if ("disk", ALONE) in by:  # not in a quick run
         alone = by["disk", ALONE]
-        least = by["disk", RAW_ALONE]["stall s"]
         asked += [
             (f"{ALONE}: at most one copy and 256 MB more", alone["save extra MB"] <= disk["MB"] + 256),
-            (f"{ALONE}: stalls at most 5 % of a sync save more than a plain thread", alone["stall s"] <= least + stall),
             (f"{ALONE}: stalls at most 5 % of a sync save", alone["stall s"] <= stall),
         ]
     if ("s3", "ours") in by:
