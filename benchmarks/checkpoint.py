@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ from checkpoint.state import model_tensors, optimizer_tensors
 from config import Checkpoint, Config
 from optim import allocate_state
 from storage import open_store
-from tests.distributed.checkpoint_runs import Counter
+from tests.distributed.checkpoint_runs import build_manager
 from tests.harness import run_ranks
 from tests.s3.fault_proxy import fault_proxy
 from tests.s3.server import create_bucket, s3_environment, s3_server
@@ -75,15 +74,7 @@ def build(layers: int, dim: int, url: str, **settings: Any) -> tuple[CheckpointM
         state["exp_avg"].to_local().normal_()
         state["exp_avg_sq"].to_local().normal_()
     config = Config(checkpoint=Checkpoint(folder=url, keep=1, **settings))
-    manager = CheckpointManager(
-        config,
-        Path("unused"),
-        [model],
-        optimizer,
-        Counter(),
-        identity={},
-        allocate_state=partial(allocate_state, optimizer),
-    )
+    manager = build_manager(config, [model], optimizer)
     state = {"model": model_tensors([model]), "optimizer": optimizer_tensors([model], optimizer)}
     tensors = [*state["model"].values(), *state["optimizer"].values()]
     return manager, state, sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)

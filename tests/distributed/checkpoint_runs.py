@@ -52,6 +52,15 @@ class Counter:
         self.samples = state_dict["samples"]
 
 
+def build_manager(
+    config: Config, parts: list[nn.Module], optimizer: torch.optim.Optimizer, **more: Any
+) -> CheckpointManager:
+    """A manager with a data loader of its own."""
+    folder = more.pop("run_folder", Path("unused"))
+    allocate = partial(allocate_state, optimizer)
+    return CheckpointManager(config, folder, parts, optimizer, Counter(), IDENTITY, allocate, **more)
+
+
 class Run:
     """Model, optimizer, data and checkpoints, sharded as `mesh_shape` says: () not at all, (2,) FSDP2, (2, 2) HSDP."""
 
@@ -77,23 +86,15 @@ class Run:
         decayed = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim <= 1]
         self.optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
-        self.data = Counter()
         torch.manual_seed(1000 + (dist.get_rank() if dist.is_initialized() else 0))
         config = Config(
             training=Training(steps=steps),
             checkpoint=Checkpoint(folder=str(folder), **settings),
             comm=Comm(store_retry_seconds=retry_seconds),
         )
-        self.checkpoint = CheckpointManager(
-            config,
-            run_folder,
-            model=[self.model],
-            optimizer=self.optimizer,
-            dataloader=self.data,
-            identity=IDENTITY,
-            allocate_state=partial(allocate_state, self.optimizer),
-            start=new_start(run_folder, job),
-        )
+        start = new_start(run_folder, job)
+        self.checkpoint = build_manager(config, [self.model], self.optimizer, run_folder=run_folder, start=start)
+        self.data = self.checkpoint.dataloader
 
     def step(self) -> None:
         """One step on rank-independent data with noise from the rank's own random state."""
@@ -120,13 +121,13 @@ class Run:
         found: dict[str, Any] = {"samples": self.data.samples, "random": torch.get_rng_state()}
         self.model.state_dict()  # sharded again
         for name, parameter in self.model.named_parameters():
-            found[name] = _full(parameter)
+            found[name] = full(parameter)
             for key, value in self.optimizer.state[parameter].items():
-                found[f"{name}.{key}"] = _full(value)
+                found[f"{name}.{key}"] = full(value)
         return found
 
 
-def _full(tensor: Tensor) -> Tensor:
+def full(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
@@ -149,16 +150,7 @@ def load_run(folder: str, mesh_shape: Sequence[int]) -> Any:
 def load_model(place: str | Path, model: nn.Module) -> Manifest:
     """What `checkpoint.initial_load` gives a model, whatever its identity; the manifest of the checkpoint it took."""
     config = Config(checkpoint=Checkpoint(enable=False, initial_load=str(place)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    manager = CheckpointManager(
-        config,
-        Path("unused"),
-        [model],
-        optimizer,
-        Counter(),
-        identity={},
-        allocate_state=partial(allocate_state, optimizer),
-    )
+    manager = build_manager(config, [model], torch.optim.AdamW(model.parameters()))
     with patch("checkpoint.loading.check_identity") as check:
         assert manager.load() == 0
     return check.call_args.args[0]
@@ -179,9 +171,4 @@ def flip_bit(file: Path, position: int) -> None:
 def same(left: dict[str, Any], right: dict[str, Any], but: Sequence[str] = ()) -> list[str]:
     """Names whose values are not equal bit for bit."""
     assert left.keys() == right.keys()
-    return [
-        name
-        for name in left
-        if name not in but
-        and not (torch.equal(left[name], right[name]) if isinstance(left[name], Tensor) else left[name] == right[name])
-    ]
+    return [name for name in left.keys() - {*but} if not torch.equal(*map(torch.as_tensor, (left[name], right[name])))]

@@ -2,8 +2,6 @@
 
 import copy
 from collections import Counter
-from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -18,14 +16,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from checkpoint import CheckpointError
-from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import committed, open_checkpoint
 from checkpoint.state import model_tensors, optimizer_tensors
 from config import Checkpoint, Config
 from optim import allocate_state
 from storage import open_store
-from tests.distributed import checkpoint_runs
-from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, same
+from tests.distributed.checkpoint_runs import Run, Tower, build_manager, full, same
 from tests.harness import run_ranks
 
 DIM = 32
@@ -101,36 +97,24 @@ def build(folder, parallelize, seed):
         if isinstance(value, DTensor):
             filled = torch.distributed.tensor.distribute_tensor(filled, value.device_mesh, value.placements)
         value.copy_(filled)
-    config = Config(checkpoint=Checkpoint(folder=folder))
-    manager = CheckpointManager(
-        config,
-        Path("unused"),
-        model=parts,
-        optimizer=optimizer,
-        dataloader=checkpoint_runs.Counter(),
-        identity=IDENTITY,
-        allocate_state=partial(allocate_state, optimizer),
-    )
-    return manager, parts, optimizer
+    return build_manager(Config(checkpoint=Checkpoint(folder=folder)), parts, optimizer)
 
 
-def whole(parts, optimizer):
-    tensors = {**model_tensors(parts), **optimizer_tensors(parts, optimizer)}
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone() for name, value in tensors.items()
-    }
+def whole(manager):
+    tensors = {**model_tensors(manager.model), **optimizer_tensors(manager.model, manager.optimizer)}
+    return {name: full(value) for name, value in tensors.items()}
 
 
 def write(folder, parallelize):
-    manager, parts, optimizer = build(folder, parallelize, seed=0)
+    manager = build(folder, parallelize, seed=0)
     manager.save(7)
-    return whole(parts, optimizer)
+    return whole(manager)
 
 
 def read(folder, parallelize):
-    manager, parts, optimizer = build(folder, parallelize, seed=1)
+    manager = build(folder, parallelize, seed=1)
     assert manager.load() == 7
-    return whole(parts, optimizer)
+    return whole(manager)
 
 
 @pytest.mark.parametrize(("parallelize", "world_size"), WAYS, ids=lambda value: getattr(value, "__name__", value))
@@ -139,12 +123,9 @@ def test_what_one_writes_another_reads(tmp_path, parallelize, world_size):
     expected = run_ranks(1, write, str(tmp_path / "plain"), plain)[0]
     for tensors in run_ranks(world_size, read, str(tmp_path / "plain"), parallelize):
         assert tensors
-        assert tensors.keys() <= expected.keys()
-        assert [name for name, value in tensors.items() if not torch.equal(value, expected[name])] == []
+        assert same(tensors, {name: expected[name] for name in tensors}) == []
     run_ranks(world_size, write, str(tmp_path / "other"), parallelize)
-    back = run_ranks(1, read, str(tmp_path / "other"), plain)[0]
-    assert back.keys() == expected.keys()
-    assert [name for name, value in back.items() if not torch.equal(value, expected[name])] == []
+    assert same(run_ranks(1, read, str(tmp_path / "other"), plain)[0], expected) == []
 
 
 def test_replicas_are_written_once(tmp_path):
@@ -202,9 +183,7 @@ def save_stages(folder, first_is_frozen):
     stage.requires_grad_(dist.get_rank() > 0 or not first_is_frozen)
     optimizer = torch.optim.AdamW(stage.parameters())
     config = Config(checkpoint=Checkpoint(folder=folder, timeout_seconds=5))
-    rest = Path("unused"), [stage]
-    facts = {"dataloader": checkpoint_runs.Counter(), "identity": IDENTITY}
-    manager = CheckpointManager(config, *rest, optimizer, **facts, allocate_state=partial(allocate_state, optimizer))
+    manager = build_manager(config, [stage], optimizer)
     for step, late in ((1, "bias"), (2, "")):
         for name, weight in stage.named_parameters():
             if weight.requires_grad and name != f"1.{late}":
@@ -214,10 +193,7 @@ def save_stages(folder, first_is_frozen):
         manager.save(step)
         manager.wait()
     stage.requires_grad_(True)  # what is trained from here on begins anew
-    optimizer = torch.optim.AdamW(stage.parameters())
-    return CheckpointManager(
-        config, *rest, optimizer, **facts, allocate_state=partial(allocate_state, optimizer)
-    ).load()
+    return build_manager(config, [stage], torch.optim.AdamW(stage.parameters())).load()
 
 
 def test_a_weight_with_part_of_its_state_is_refused(tmp_path):
