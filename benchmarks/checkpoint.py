@@ -311,8 +311,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=Path("outputs").resolve()) as scratch:
         folder = Path(scratch)
         ways = ("raw", "stock", "ours", ASYNC)
-        more = () if arguments.quick else (ALONE,)
-        results = measure_place("disk", (*ways, *more), folder, layers, dim, rounds)
+        alone = () if arguments.quick else (ALONE,)
+        results = measure_place("disk", (*ways, *alone), folder, layers, dim, rounds)
         for way, found in results.items():
             add_row(arguments, rows, row_of("disk", way, found))
         for way in ("stock", "ours"):

@@ -94,7 +94,7 @@ class Run:
         )
         start = new_start(run_folder, job)
         self.checkpoint = build_manager(config, [self.model], self.optimizer, run_folder=run_folder, start=start)
-        self.data = self.checkpoint.dataloader
+        self.data: Any = self.checkpoint.dataloader
 
     def step(self) -> None:
         """One step on rank-independent data with noise from the rank's own random state."""
