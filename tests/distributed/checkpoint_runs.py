@@ -85,7 +85,8 @@ class Run:
             fully_shard(self.model, mesh=mesh)
         decayed = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim <= 1]
-        self.optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
         torch.manual_seed(1000 + (dist.get_rank() if dist.is_initialized() else 0))
         config = Config(
             training=Training(steps=steps),
