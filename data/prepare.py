@@ -1,4 +1,4 @@
-"""Turn text into a dataset that training reads.
+"""Turn text, or tokens of another project, into a dataset that training reads.
 
     python -m data.prepare --source stdlib --output datasets/stdlib
 
@@ -17,32 +17,34 @@ import os
 import re
 import signal
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from config import TitaniteError, command_line, file_errors
+from config import LOCAL, TitaniteError, command_line, file_errors
 from data import writer
 from data.chat import chat_of, encode_examples, load_transformers, transformers_version, use_template
 from data.order import derive_key, random_words
 from data.packing import HIDDEN, pack
 from data.shards import INDEX_SCHEMA, VERSION, DataError, Shard, digest, token_type
 from data.sources import (
+    KEY,
+    SEPARATORS,
     UNIT_BYTES,
     File,
-    Reject,
-    Seen,
+    Found,
     Unit,
     documents,
     failures_of,
@@ -51,15 +53,40 @@ from data.sources import (
     list_files,
     plan_units,
 )
+from data.token_files import DTYPES, Reading, token_documents
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from storage.records import write_atomically, written_whole
 
-KEYS = {"text": "text", "sft": "prompt,response", "chat": "messages"}  # format → keys of a record
-# Format → options that have an effect with it only.
+# Format → keys of a record. Tokens have one column, whatever its name.
+KEYS = {"text": "text", "tokens": "", "sft": "prompt,response", "chat": "messages"}
+EXAMPLES = ("sft", "chat")  # formats for fine-tuning
+# Options that have an effect with some formats only.
 OPTIONS = {
-    "text": ("vocab_size", "separator", "max_characters", "hold_out_pieces"),
-    "sft": ("seq_len", "truncate"),
-    "chat": ("seq_len", "truncate", "chat_template", "template_argument", "train_eos"),
+    "vocab_size": ("text",),
+    "separator": ("text",),
+    "max_characters": ("text",),
+    "dtype": ("tokens",),
+    "packed": ("tokens",),
+    "seq_len": EXAMPLES,
+    "truncate": EXAMPLES,
+    "chat_template": ("chat",),
+    "template_argument": ("chat",),
+    "train_eos": ("chat",),
+}
+NO_PART_OF_THE_PLAN = ("sources", "output", "tokenizer", "overwrite", "skip_bad", "dry_run", "processes")
+# Count in the manifest → line that tells it.
+TOLD = {
+    "bad_records": f"bad records left out, listed in {writer.BAD_RECORDS}: {{bad_records:,}}",
+    "dropped": "examples longer than {packed_seq_len} tokens, left out: {dropped:,}",
+    "truncated": "examples cut to {packed_seq_len} tokens: {truncated:,}",
+    "conversations": "conversations or pairs {conversations:,}, "
+    "examples {examples:,}, trained tokens {trained_tokens:,}",
+    "vocab_size": "vocabulary {vocab_size}, token {eos_id} ends a document",
+}
+# Split → what to do if it is empty.
+EMPTY = {
+    "train": "everything is held out: lower --validation-fraction, or name it in validation.datasets only",
+    "validation": "nothing is held out: raise --validation-fraction to validate",
 }
 COUNTED = ("conversations", "examples", "trained_tokens", "dropped", "truncated")  # in the manifest
 BATCH_BYTES = 2**20  # text per tokenizer call: its tokens are Python integers at first, and few fit the caches
@@ -72,34 +99,18 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that this process gets when it
 
 log = logging.getLogger(__name__)
 Map = Callable[..., Iterator[None]]
-Batch = list[tuple[str, str, bool]]  # documents: place in the input, text, whether it is held out
+Batch = list[tuple[str, Any, bool]]  # documents: place in the input, text or ids, whether it is held out
 
 
-class UnitFacts(NamedTuple):
-    """What the main process is to know of a unit, besides its documents."""
+@dataclass(frozen=True)
+class Plan:
+    """How a dataset is made."""
 
-    bad: list[str]  # a line for each bad record
-    separated: list[str]  # files in which the separator occurs
-    unread: dict[str, list[str]]  # file → keys that the chat template does not read
-    counts: Mapping[str, Mapping[str, int]]  # file → what its examples are, and cost
-
-
-class Plan(NamedTuple):
-    """Everything that decides the bytes of the dataset. Any change makes finished parts useless."""
-
+    o: argparse.Namespace
+    folder: Path
     input: str  # digest of version, units (names, sizes and versions of files, how they are cut) and tokenizer
-    transformers: str  # its version, "" for texts
-    format: str
-    keys: tuple[str, ...]
-    seq_len: int
-    max_characters: int
-    hold_out_pieces: bool
-    day: str  # that a chat template which asks for it is told, otherwise ""
-    train_eos: bool
-    truncate: bool
+    facts: dict[str, Any]  # what the manifest says of how examples are made
     dtype: str
-    validation_fraction: float
-    block_bytes: int
     train_buckets: int  # each becomes a shard
     validation_buckets: int
 
@@ -107,6 +118,14 @@ class Plan(NamedTuple):
     def buckets(self) -> int:
         """Of train, then of validation."""
         return self.train_buckets + self.validation_buckets
+
+    def record(self) -> str:
+        """Everything that decides the bytes of the dataset. Any change makes finished parts useless."""
+        options = {name: value for name, value in vars(self.o).items() if name not in NO_PART_OF_THE_PLAN}
+        return json.dumps([options, self.input, self.facts])
+
+    def part(self, name: str) -> Path:
+        return self.folder / writer.PARTS / name
 
 
 def prepare(texts: Iterable[str | Mapping[str, Any]], output: str, **options: Any) -> dict[str, Any]:
@@ -120,7 +139,7 @@ def prepare(texts: Iterable[str | Mapping[str, Any]], output: str, **options: An
         if value is not False:
             words.append(option if value is True else f"{option}={value}")
     o = parse_options(words)
-    return prepare_sources(o, _json_lines(texts, o.keys or KEYS["text"]))
+    return prepare_sources(o, _json_lines(texts, o.keys))
 
 
 def _json_lines(texts: Iterable[str | Mapping[str, Any]], key: str) -> Iterator[bytes]:
@@ -131,70 +150,67 @@ def _json_lines(texts: Iterable[str | Mapping[str, Any]], key: str) -> Iterator[
 
 def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None) -> dict[str, Any]:
     """Prepare a dataset by `parse_options` and return its manifest. `piped` is the content of source "-"."""
-    folder = writer.check_output(o.output, o.overwrite or o.dry_run, o.validation_fraction, o.block_mb, o.shard_mb)
     check_options(o)
     with ExitStack() as kept:
         names = []
         for name in o.sources:
             if name == "-" or Path(name).is_fifo():  # kept as a file meanwhile, since every pass reads it again
-                name = str(kept.enter_context(_kept(name, folder, piped)))
+                name = str(kept.enter_context(_kept(name, Path(o.output), piped)))
             names.append(name)
         files = list_files(names)
         check_files(o, files)
-        return _prepare_files(o, folder, files)
+        return _prepare_files(o, files)
 
 
-def _prepare_files(o: argparse.Namespace, folder: Path, files: Sequence[File]) -> dict[str, Any]:
-    units = plan_units(files, o.separator)
-    bad: list[str] = []
-    reject = partial(_reject, bad, sys.maxsize if o.dry_run else o.skip_bad)
-    tokenizer = choose_tokenizer(o, units, reject)
-    day = _use_chat_template(o, tokenizer) if o.format == "chat" else ""
-    plan = make_plan(o, files, units, tokenizer, day)
+def _prepare_files(o: argparse.Namespace, files: Sequence[File]) -> dict[str, Any]:
+    units = plan_units(files, o.separator, whole=o.format == "tokens")
+    tokenizer = choose_tokenizer(o, units)
+    plan = make_plan(o, files, units, tokenizer)
     # A mistake in the template or the keys is found before anything is removed. A dry run finds every one.
-    bad.clear()
-    usable = _count_usable(plan, tokenizer, units, reject, all_of_them=o.dry_run)
+    found = Found(_bad_allowed(o))
+    usable = _count_usable(plan, tokenizer, units, found)
     if o.dry_run:
-        return {"documents": usable, "bad_records": bad}
+        return {"documents": usable, "bad_records": found.bad}
     if not usable:
-        raise DataError("the input holds no text that can be used: nothing to prepare")
-    with writer.locked(folder):
-        _start_or_go_on(folder, plan, tokenizer)
-        _run_passes(o, folder, plan, units)
-        return _finish(folder, plan, tokenizer)
+        raise DataError("the input holds nothing that can be used: nothing to prepare")
+    with writer.locked(plan.folder):
+        _start_or_go_on(plan, tokenizer)
+        facts = _run_passes(plan, tokenizer, units)
+        return _finish(plan, tokenizer, facts)
 
 
 # ---------------------------------------------------------------- what decides the bytes to write
 
 
-def keys_of(o: argparse.Namespace) -> tuple[str, ...]:
-    return tuple((o.keys or KEYS[o.format]).split(","))
+def _bad_allowed(o: argparse.Namespace) -> int:
+    return sys.maxsize if o.dry_run else o.skip_bad
 
 
-def choose_tokenizer(o: argparse.Namespace, units: Sequence[Unit], reject: Reject) -> Tokenizer:
+def choose_tokenizer(o: argparse.Namespace, units: Sequence[Unit]) -> Tokenizer:
     """The tokenizer that is given, or one trained on a sample of the text. Raises TitaniteError."""
     if o.tokenizer:
         return load_tokenizer(o.tokenizer, o.eos_token)
-    tokenizer = train_tokenizer(_sample_texts(units, keys_of(o), reject), o.vocab_size or VOCAB_SIZE)
+    tokenizer = train_tokenizer(_sample_texts(o, units), o.vocab_size or VOCAB_SIZE)
     if tokenizer.vocab_size < o.vocab_size:
         log.warning(f"--vocab-size {o.vocab_size}: the text has no more than {tokenizer.vocab_size} tokens to learn")
     return tokenizer
 
 
-def _sample_texts(units: Sequence[Unit], keys: Sequence[str], reject: Reject) -> Iterator[str]:
+def _sample_texts(o: argparse.Namespace, units: Sequence[Unit]) -> Iterator[str]:
     """Yield the first documents of units spread evenly over the input, about TOKENIZER_SAMPLE_BYTES in all."""
+    found = Found(_bad_allowed(o))
     chosen = units[:: max(1, len(units) * UNIT_BYTES // TOKENIZER_SAMPLE_BYTES)]
     for unit in chosen:
         left = TOKENIZER_SAMPLE_BYTES // len(chosen)
-        for _, text in documents(unit, keys, "text", reject):
+        for _, text in documents(unit, [o.keys], "text", found):
             yield text
             left -= len(text)
             if left <= 0:
                 break
 
 
-def _use_chat_template(o: argparse.Namespace, tokenizer: Tokenizer) -> str:
-    """Give the tokenizer the template and warn of what it costs. Returns the day that it is told, or ""."""
+def _use_chat_template(o: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Give the tokenizer the template and warn of what it costs. Returns the day, if it asks for that."""
     template = ""
     if o.chat_template:
         with file_errors():
@@ -204,58 +220,54 @@ def _use_chat_template(o: argparse.Namespace, tokenizer: Tokenizer) -> str:
         for warning in chat_of(tokenizer).warnings(o.train_eos):
             log.warning(warning)
     if "strftime_now" not in tokenizer.chat_template:
-        return ""
+        return {}
     today = date.today().isoformat()  # as transformers tells it
     log.warning(f"the chat template asks for the day and is told {today}, unless a --template-argument names another")
-    return today
+    return {"day": today}
 
 
-def make_plan(
-    o: argparse.Namespace, files: Sequence[File], units: Sequence[Unit], tokenizer: Tokenizer, day: str
-) -> Plan:
+def make_plan(o: argparse.Namespace, files: Sequence[File], units: Sequence[Unit], tokenizer: Tokenizer) -> Plan:
     """The plan of a preparation. Raises TitaniteError if transformers cannot read the tokenizer of examples."""
-    dtype = "uint32"
-    transformers = ""
-    if o.format == "text":
-        dtype = writer.token_dtype(tokenizer.vocab_size)
-    else:
+    facts: dict[str, Any] = {}
+    if o.format == "chat":
+        facts = _use_chat_template(o, tokenizer)
+    if o.format in EXAMPLES:
         load_transformers(tokenizer)  # what is wrong with it is wrong with every example
-        transformers = transformers_version()
+        facts |= {"dtype": "uint32", "packed_seq_len": o.seq_len, "kind": o.format}
+        facts["transformers"] = transformers_version()
+    dtype = facts.get("dtype", writer.token_dtype(tokenizer.vocab_size))
     made_by = {name: digest(content) for name, content in tokenizer.files().items()}
-    text_bytes = sum(_text_bytes(file) for file in files)
-    shards = text_bytes / 4 * np.dtype(dtype).itemsize / (o.shard_mb * 2**20)  # a token is about four bytes of text
+    token_bytes: float = sum(map(_text_bytes, files))
+    if o.format != "tokens":
+        token_bytes = token_bytes / 4 * np.dtype(dtype).itemsize  # a token is about four bytes of text
+    shards = token_bytes / (o.shard_mb * 2**20)
     return Plan(
+        o=o,
+        folder=Path(o.output),
         input=digest(json.dumps([VERSION, units, made_by]).encode()),
-        transformers=transformers,
-        format=o.format,
-        keys=keys_of(o),
-        seq_len=o.seq_len,
-        max_characters=o.max_characters,
-        hold_out_pieces=o.hold_out_pieces,
-        day=day,
-        train_eos=o.train_eos,
-        truncate=o.truncate,
+        facts=facts,
         dtype=dtype,
-        validation_fraction=o.validation_fraction,
-        block_bytes=int(o.block_mb * 2**20),
         train_buckets=max(1, round(shards * (1 - o.validation_fraction))),
         validation_buckets=max(1, round(shards * o.validation_fraction)),
     )
 
 
-def _count_usable(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], reject: Reject, all_of_them: bool) -> int:
-    """How many documents can be used, or 1 as soon as one can."""
+def _text_bytes(file: File) -> int:
+    """About how much text a file holds."""
+    kind, compression = kind_of(file.url)
+    return file.size * 5 if compression or kind == "parquet" else file.size
+
+
+def _count_usable(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], found: Found) -> int:
+    """How many documents can be used: in a dry run all, otherwise 1 as soon as one can."""
     usable = 0
+    batch_bytes = BATCH_BYTES if plan.o.dry_run else 1
     for unit in units:
-        for batch in _batches(plan, unit, reject):
-            tried = batch if all_of_them else batch[:1]
-            counts = defaultdict[str, Counter[str]](Counter)
-            tokenized = _tokenize(plan, tokenizer, tried, np.zeros(len(tried), np.uint64), reject, counts)
-            if plan.format == "text":
-                usable += len(tokenized)
-            else:
-                usable += sum(own["conversations"] for own in counts.values())
-            if usable and not all_of_them:
+        for tokenized in _tokenized(plan, tokenizer, (0, unit), found, batch_bytes):
+            usable += len(tokenized)
+            if plan.o.format in EXAMPLES:
+                usable = sum(found.counts.values(), Counter[str]())["conversations"]
+            if usable and not plan.o.dry_run:
                 return usable
     return usable
 
@@ -263,99 +275,116 @@ def _count_usable(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], rejec
 # ---------------------------------------------------------------- both passes
 
 
-def _run_passes(o: argparse.Namespace, folder: Path, plan: Plan, units: Sequence[Unit]) -> None:
-    """Tokenise and write what an earlier start by the same plan has not."""
-    waiting = [(bucket, 1) for bucket in range(plan.buckets) if not _record(folder, bucket).exists()]
-    if not waiting:
-        return
+def _run_passes(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit]) -> dict[str, Any]:
+    """Tokenise and write what an earlier start by the same plan has not. Returns what the manifest says of the input.
+
+    Raises DataError if too many records are bad; finished parts are kept for a larger --skip-bad.
+    """
+    waiting = [bucket for bucket in range(plan.buckets) if not _record(plan, bucket).exists()]
     # Starting a process takes most of a second, in which it could tokenise a few MB.
     is_small = sum(unit.bytes for unit in units) < 2 * UNIT_BYTES
     cores = 1 if is_small else len(os.sched_getaffinity(0))
-    workers = o.processes or cores
+    workers = plan.o.processes or cores
     with _worker_pool(min(workers, max(len(units), plan.buckets))) as pool_map:
-        numbered = [(pair, pair[1].bytes) for pair in enumerate(units)]
-        _run_all(pool_map, partial(_tokenize_unit, folder, plan, o.skip_bad), numbered, "tokenise", "B")
-        of_units = _read_facts(folder)
-        _write_bad_records(folder, of_units, o.skip_bad)
-        tell_effects(o.separator, units, of_units)
-        _run_all(pool_map, partial(_write_bucket, folder, plan), waiting, "write", " shards")
+        if waiting:
+            _run_all(pool_map, partial(_tokenize_unit, plan), list(enumerate(units)), "tokenise", " units")
+        found = _read_findings(plan)
+        if len(found.bad) > plan.o.skip_bad:
+            raise DataError(f"{len(found.bad)} bad records are more than --skip-bad {plan.o.skip_bad}")
+        tell_effects(plan, tokenizer, units, found)
+        _run_all(pool_map, partial(_write_bucket, plan), waiting, "write", " shards")
+    facts = dict(plan.facts)
+    if plan.o.format in EXAMPLES:
+        total = sum(found.counts.values(), Counter[str]())
+        facts |= {name: total[name] for name in COUNTED}
+    if found.bad:
+        lines = "".join(f"{line}\n" for line in found.bad)
+        write_atomically(plan.folder / writer.BAD_RECORDS, lines.encode())
+        facts["bad_records"] = len(found.bad)
+    return facts
 
 
-def _write_bad_records(folder: Path, of_units: Sequence[UnitFacts], skip_bad: int) -> None:
-    """List the bad records. Raises DataError if they are too many; finished parts are kept for a larger --skip-bad."""
-    bad = list(chain.from_iterable(unit_facts.bad for unit_facts in of_units))
-    if len(bad) > skip_bad:
-        raise DataError(f"{len(bad)} bad records are more than --skip-bad {skip_bad}")
-    if bad:
-        lines = "".join(f"{line}\n" for line in bad)
-        write_atomically(folder / writer.BAD_RECORDS, lines.encode())
+def _read_findings(plan: Plan) -> Found:
+    """What the first pass found in all units."""
+    found = Found()
+    for path in sorted(plan.part("").glob("unit-*.json")):
+        bad, counts = json.loads(path.read_text(encoding="utf-8"))
+        found.bad += bad
+        for url, own in counts.items():
+            found.counts[url].update(own)
+    return found
 
 
-def tell_effects(separator: str, units: Sequence[Unit], of_units: Sequence[UnitFacts]) -> None:
-    """Warn of a separator and of keys that had no effect on the data."""
-    separated = set(chain.from_iterable(unit_facts.separated for unit_facts in of_units))
+def tell_effects(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], found: Found) -> None:
+    """Warn of a separator and of keys that had no effect on the data, and of what the chat template costs."""
+    separator = plan.o.separator
     texts = {file.url: file.size for unit in units for file in unit.files if not has_keys(file)}
-    whole = [url for url, size in texts.items() if size and url not in separated]
+    whole = [url for url, size in texts.items() if size and not found.counts[url][SEPARATORS]]
     if separator and whole:
         which = f"{len(whole)} of {len(texts)} texts, such as {min(whole)}"
         log.warning(f"--separator {separator!r}: does not occur in {which}; each of these is one document")
-    unread = defaultdict[str, set[str]](set)
-    for unit_facts in of_units:
-        for url, keys in unit_facts.unread.items():
-            unread[url].update(keys)
-    for url in sorted(unread):
-        log.warning(f"{url}: keys that the chat template does not read: {', '.join(sorted(unread[url]))}")
+    if plan.o.format != "chat":
+        return
+    read = chat_of(tokenizer).keys | {plan.o.keys}
+    for url, counts in sorted(found.counts.items()):
+        unread = sorted({name.removeprefix(KEY) for name in counts if name.startswith(KEY)} - read)
+        if unread:
+            log.warning(f"{url}: keys that the chat template does not read: {', '.join(unread)}")
+        if counts["split"]:
+            cost = f"{counts['split']:,} conversations became several examples, {counts['repeated']:,} tokens more"
+            log.warning(f"{url}: the chat template changes earlier turns: {cost}")
+        if counts["thoughts"]:
+            log.warning(f"{url}: the chat template drops the thoughts of {counts['thoughts']:,} earlier answers")
 
 
-def _finish(folder: Path, plan: Plan, tokenizer: Tokenizer) -> dict[str, Any]:
+def _finish(plan: Plan, tokenizer: Tokenizer, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Write the manifest, remove the parts and return the manifest."""
-    facts: dict[str, Any] = {}
-    if plan.format != "text":
-        facts = _facts_of_examples(plan, _read_facts(folder))
-    for part in (folder / writer.PARTS).glob("unit-*"):  # before the manifest, after which no start takes them up
+    for part in plan.part("").glob("unit-*.arrow"):  # before the manifest, after which no start takes them up
         part.unlink()
     written = []
     for bucket in range(plan.buckets):
-        shard, rows = json.loads(_record(folder, bucket).read_text(encoding="utf-8"))
+        shard, rows = json.loads(_record(plan, bucket).read_text(encoding="utf-8"))
         written.append((Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)))
-    if (folder / writer.BAD_RECORDS).exists():
-        facts["bad_records"] = (folder / writer.BAD_RECORDS).read_bytes().count(b"\n")
-    manifest = writer.write_manifest(folder, tokenizer, written, facts)
-    writer.remove_parts(folder)
+    manifest = writer.write_manifest(plan.folder, tokenizer, written, facts)
+    writer.remove_parts(plan.folder)
     return manifest
 
 
 def check_options(o: argparse.Namespace) -> None:
     """Raises DataError for a value that makes no sense, and for an option that would have no effect."""
     for option in ("max_characters", "skip_bad", "processes"):
-        value = getattr(o, option)
-        if value < 0:
-            raise DataError(f"--{option.replace('_', '-')} {value}: must be at least 0")
-    own = OPTIONS[o.format]
-    for option in chain.from_iterable(OPTIONS.values()):
-        value = getattr(o, option)
-        if value and option not in own:
-            raise DataError(f"--{option.replace('_', '-')} {value}: no effect with --format {o.format}")
-    if o.keys and o.keys.count(",") != KEYS[o.format].count(","):
-        raise DataError(f"--keys {o.keys}: must be as many as in {KEYS[o.format]}")
-    if o.tokenizer and o.vocab_size:
-        raise DataError(f"--vocab-size {o.vocab_size}: is to train a tokenizer, not for --tokenizer")
-    if o.vocab_size and o.vocab_size < 257:
-        raise DataError(f"--vocab-size {o.vocab_size}: must be at least 257: all bytes and eos")
-    if o.eos_token and not o.tokenizer:
-        raise DataError(f"--eos-token {o.eos_token}: needs --tokenizer; a trained one has its own")
-    if o.format != "text" and not o.tokenizer:
-        raise DataError(f"--format {o.format}: give the --tokenizer of the model to be tuned")
-    if o.format != "text" and o.seq_len < 2:
-        raise DataError(f"--seq-len {o.seq_len}: must be at least 2, the later training.seq_len")
-    if o.hold_out_pieces and not (o.max_characters and o.validation_fraction):
-        raise DataError("--hold-out-pieces: needs --max-characters and a --validation-fraction above 0")
+        _check(o, option, getattr(o, option) >= 0, "must be at least 0")
+    for option in ("block_mb", "shard_mb"):
+        most = writer.LARGEST_SHARD_MB
+        _check(o, option, 1e-6 <= getattr(o, option) <= most, f"must be from 1e-6 to {most}")
+    for option, formats in OPTIONS.items():
+        _check(o, option, not getattr(o, option) or o.format in formats, f"no effect with --format {o.format}")
+    _check(o, "validation_fraction", 0 <= o.validation_fraction <= 1, "must be from 0 to 1")
+    _check(o, "output", o.output and o.output in LOCAL, f"must be a string {LOCAL}")
+    _check(
+        o, "keys", o.keys.count(",") == KEYS[o.format].count(","), f"must be as many as in {KEYS[o.format] or 'ids'}"
+    )
+    if o.tokenizer:
+        _check(o, "vocab_size", not o.vocab_size, "is to train a tokenizer, not for --tokenizer")
+    else:
+        _check(o, "vocab_size", o.vocab_size == 0 or o.vocab_size >= 257, "must be at least 257: all bytes and eos")
+        _check(o, "eos_token", not o.eos_token, "needs --tokenizer; a trained one has its own")
+        _check(o, "format", o.format == "text", "needs the --tokenizer of the tokens, or of the model to be tuned")
+    if o.format in EXAMPLES:
+        _check(o, "seq_len", o.seq_len >= 2, "must be at least 2, the later training.seq_len")
+    if Path(o.output, "manifest.json").exists() and not (o.overwrite or o.dry_run):
+        raise DataError(f"{o.output}: already holds a finished dataset; give --overwrite to replace it")
+
+
+def _check(o: argparse.Namespace, option: str, is_right: object, wanted: str) -> None:
+    if not is_right:
+        raise DataError(f"--{option.replace('_', '-')} {getattr(o, option)}: {wanted}")
 
 
 def check_files(o: argparse.Namespace, files: Sequence[File]) -> None:
     """Raises DataError for keys and separators that do not fit the kinds of files."""
     with_keys = [file.url for file in files if has_keys(file)]
-    if o.keys and not with_keys:
+    if o.format == "text" and o.keys != KEYS["text"] and not with_keys:
         raise DataError(f"--keys {o.keys}: no effect, as text such as {files[0].url} has no keys")
     if o.separator and len(with_keys) == len(files):
         raise DataError(f"--separator {o.separator!r}: no effect, as no file is text; {files[0].url} has records")
@@ -364,140 +393,111 @@ def check_files(o: argparse.Namespace, files: Sequence[File]) -> None:
 @contextmanager
 def _kept(name: str, folder: Path, piped: Iterator[bytes] | None) -> Iterator[Path]:
     """A file in `folder` with what `piped`, or the pipe `name`, yields. Removes it at the end."""
-    with _opened(name) as pipe:
-        chunks = piped or iter(partial(pipe.read, BATCH_BYTES), b"")
-        first = next(chunks, b"")
-        suffix = "json" if re.match(JSON_BEGINNING, first) else "txt"
-        path = folder.absolute() / f".{Path(name).name}.{suffix}"
-        with writer.locked(folder), written_whole(path) as file:
-            file.writelines(chain([first], chunks))
+    chunks = piped or _chunks(name)
+    first = next(chunks, b"")
+    suffix = "json" if re.match(JSON_BEGINNING, first) else "txt"
+    path = folder.absolute() / f".{Path(name).name}.{suffix}"
+    with writer.locked(folder), written_whole(path) as file:
+        file.writelines(chain([first], chunks))
     try:
         yield path
     finally:
         path.unlink()
 
 
-def _opened(name: str) -> Any:
-    if name == "-":
-        return open(0, "rb", closefd=False)
-    return open(name, "rb")
+def _chunks(name: str) -> Iterator[bytes]:
+    with open(0 if name == "-" else name, "rb", closefd=name != "-") as pipe:
+        yield from iter(partial(pipe.read, BATCH_BYTES), b"")
 
 
-def _text_bytes(file: File) -> int:
-    """About how much text a file holds."""
-    kind, compression = kind_of(file.url)
-    if compression or kind == "parquet":
-        return file.size * 5
-    return file.size
-
-
-def _read_facts(folder: Path) -> list[UnitFacts]:
-    paths = sorted((folder / writer.PARTS).glob("unit-*.json"))
-    return [UnitFacts(*json.loads(path.read_text(encoding="utf-8"))) for path in paths]
-
-
-def _facts_of_examples(plan: Plan, of_units: Sequence[UnitFacts]) -> dict[str, Any]:
-    """What the manifest says of packed examples. Warns of what the chat template costs each file."""
-    files = defaultdict[str, Counter[str]](Counter)
-    for unit_facts in of_units:
-        for url, counts in unit_facts.counts.items():
-            files[url].update(counts)
-    for url in sorted(files):
-        counts = files[url]
-        if counts["split"]:
-            cost = f"{counts['split']:,} conversations became several examples, {counts['repeated']:,} tokens more"
-            log.warning(f"{url}: the chat template changes earlier turns: {cost}")
-        if counts["thoughts"]:
-            log.warning(f"{url}: the chat template drops the thoughts of {counts['thoughts']:,} earlier answers")
-    total = sum(files.values(), Counter[str]())
-    facts: dict[str, Any] = {"dtype": plan.dtype, "packed_seq_len": plan.seq_len, "kind": plan.format}
-    facts["transformers"] = plan.transformers
-    facts |= {name: total[name] for name in COUNTED}
-    if plan.day:
-        facts["day"] = plan.day
-    return facts
-
-
-def _reject(bad: list[str], limit: int, place: str, reason: str) -> None:
-    """Note a bad record. Raises DataError if it is one too many."""
-    bad.append(" ".join(f"{place}: {reason}".split()))
-    if len(bad) > limit:
-        raise DataError(f"{bad[-1]} (--skip-bad {limit} leaves out no more; --dry-run lists all)")
-
-
-def _start_or_go_on(folder: Path, plan: Plan, tokenizer: Tokenizer) -> None:
+def _start_or_go_on(plan: Plan, tokenizer: Tokenizer) -> None:
     """Keep the parts of an interrupted preparation by the same plan. Remove everything else that we wrote."""
-    plan_file = folder / writer.PARTS / "plan.json"
-    record = json.dumps(plan._asdict(), indent=1)
+    plan_file = plan.part("plan.json")
+    record = plan.record()
     if not plan_file.is_file() or plan_file.read_text(encoding="utf-8") != record:
-        writer.remove_dataset(folder)
+        writer.remove_dataset(plan.folder)
         plan_file.parent.mkdir()
         write_atomically(plan_file, record.encode())
-    tokenizer.save(folder)
+    tokenizer.save(plan.folder)
 
 
 @lru_cache(maxsize=1)
-def _stored_tokenizer(folder: Path, plan: Plan) -> Tokenizer:
-    """The tokenizer of a plan, read once by each worker process."""
+def _stored_tokenizer(folder: Path, input: str) -> Tokenizer:
+    """The tokenizer of a plan with this `input`, read once by each worker process."""
     return load_tokenizer(folder)
 
 
 # ---------------------------------------------------------------- pass 1: tokenise
 
 
-def _tokenize_unit(folder: Path, plan: Plan, skip_bad: int, numbered: tuple[int, Unit]) -> None:
+def _tokenize_unit(plan: Plan, numbered: tuple[int, Unit]) -> None:
     """Write a unit's documents as a file, one record batch per bucket every HELD_BYTES."""
-    number, unit = numbered
-    path = folder / writer.PARTS / f"unit-{number:06}.arrow"
+    path = plan.part(f"unit-{numbered[0]:06}.arrow")
     if path.exists():
         return
-    tokenizer = _stored_tokenizer(folder, plan)
-    key = derive_key("document", number)
-    count = 0  # of documents
-    seen = Seen()
-    counts = defaultdict[str, Counter[str]](Counter)
-    bad: list[str] = []
-    reject = partial(_reject, bad, skip_bad)
+    tokenizer = _stored_tokenizer(plan.folder, plan.input)
+    found = Found(plan.o.skip_bad)
     held: list[pa.RecordBatch] = []
     schema = pa.schema({"word": pa.uint64(), "tokens": token_type(plan.dtype)})
     with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as part_writer:
-        for batch in _batches(plan, unit, reject, seen):
-            words = random_words(len(batch), key, first=count)
-            count += len(batch)
-            held.append(_tokenize(plan, tokenizer, batch, words, reject, counts))
+        for tokenized in _tokenized(plan, tokenizer, numbered, found):
+            held.append(tokenized)
             if sum(tokenized.nbytes for tokenized in held) >= HELD_BYTES:
                 _write_sorted(plan, held, part_writer)
                 held = []
         if held:
             _write_sorted(plan, held, part_writer)
-        unread = _unread_keys(plan, tokenizer, seen)
-        facts = UnitFacts(bad, sorted(seen.separated), unread, counts)
-        if any(facts):  # on the disk before the unit counts as done
-            write_atomically(path.with_suffix(".json"), json.dumps(facts).encode())
+        if found.bad or any(found.counts.values()):  # on the disk before the unit counts as done
+            write_atomically(path.with_suffix(".json"), json.dumps([found.bad, found.counts]).encode())
 
 
-def _unread_keys(plan: Plan, tokenizer: Tokenizer, seen: Seen) -> dict[str, list[str]]:
-    """File → keys that the chat template does not read."""
-    if plan.format != "chat":
-        return {}
-    read = chat_of(tokenizer).keys.union(plan.keys)
-    return {url: sorted(keys - read) for url, keys in seen.keys.items() if keys - read}
+def _tokenized(
+    plan: Plan, tokenizer: Tokenizer, numbered: tuple[int, Unit], found: Found, batch_bytes: int = BATCH_BYTES
+) -> Iterator[pa.RecordBatch]:
+    """Yield record batches with bucket, sort key and tokens of each document. Validation's buckets follow train's."""
+    number, unit = numbered
+    key = derive_key("document", number)
+    count = 0  # of documents
+    for batch in _batches(plan, tokenizer, unit, found, batch_bytes):
+        _, texts, held_out = zip(*batch, strict=True)
+        words = random_words(len(batch), key, first=count)
+        count += len(batch)
+        buckets = np.where(held_out, plan.train_buckets + words % plan.validation_buckets, words % plan.train_buckets)
+        ids: Sequence[Any] = texts
+        if plan.o.format == "text":
+            ids = tokenizer.encode_documents(texts)
+        elif plan.o.format in EXAMPLES:
+            made = [_examples(plan, tokenizer, place, text, found) for place, text, _ in batch]
+            of_each = [len(examples) for examples in made]
+            buckets = np.repeat(buckets, of_each)
+            words = np.repeat(words, of_each)
+            ids = list(chain.from_iterable(made))
+        lengths = [len(document) for document in ids]
+        if plan.o.format == "tokens":
+            values = np.concatenate(ids, dtype=plan.dtype, casting="unsafe")
+        else:
+            values = np.fromiter(chain.from_iterable(ids), plan.dtype, sum(lengths))
+        offsets = np.cumsum([0, *lengths], dtype=np.int32)
+        tokens = pa.ListArray.from_arrays(offsets, values, type=token_type(plan.dtype))
+        yield pa.record_batch({"bucket": buckets.astype(np.uint32), "word": words, "tokens": tokens})
 
 
-def _batches(plan: Plan, unit: Unit, reject: Reject, seen: Seen | None = None) -> Iterator[Batch]:
-    """Yield the documents of a unit, without empty ones, in lists of about BATCH_BYTES. `seen`: see `documents`."""
+def _batches(plan: Plan, tokenizer: Tokenizer, unit: Unit, found: Found, batch_bytes: int) -> Iterator[Batch]:
+    """Yield the documents of a unit, without empty ones, in lists of about `batch_bytes`."""
+    o = plan.o
+    located = documents(unit, o.keys.split(","), o.format, found)
+    if o.format == "tokens":
+        located = token_documents(unit, Reading(tokenizer.eos_id, tokenizer.vocab_size, o.dtype, o.keys, o.packed))
     batch: Batch = []
     size = 0
-    for place, text in documents(unit, plan.keys, plan.format, reject, seen):
-        held_out = not plan.hold_out_pieces and writer.is_held_out(text.encode(), plan.validation_fraction)
-        for piece in _pieces(text, plan.max_characters):
-            if not piece:
-                continue
-            if plan.hold_out_pieces:
-                held_out = writer.is_held_out(piece.encode(), plan.validation_fraction)
-            batch.append((place, piece, held_out))
-            size += len(piece)
-            if size >= BATCH_BYTES:
+    for place, text in located:
+        content = text.encode() if isinstance(text, str) else text.tobytes()
+        held_out = writer.is_held_out(content, o.validation_fraction)
+        for piece in cut(text, o.max_characters):
+            if len(piece):
+                batch.append((place, piece, held_out))
+                size += len(piece)
+            if size >= batch_bytes:
                 yield batch
                 batch = []
                 size = 0
@@ -505,7 +505,7 @@ def _batches(plan: Plan, unit: Unit, reject: Reject, seen: Seen | None = None) -
         yield batch
 
 
-def _pieces(text: str, max_characters: int) -> Iterator[str]:
+def cut(text: Any, max_characters: int) -> Iterator[Any]:
     """Cut `text` into parts of at most `max_characters`, at line ends where possible. 0: whole."""
     start = 0
     while max_characters and len(text) - start > max_characters:
@@ -515,53 +515,21 @@ def _pieces(text: str, max_characters: int) -> Iterator[str]:
     yield text[start:]
 
 
-def _tokenize(
-    plan: Plan,
-    tokenizer: Tokenizer,
-    batch: Batch,
-    words: np.ndarray,
-    reject: Reject,
-    counts: defaultdict[str, Counter[str]],
-) -> pa.RecordBatch:
-    """A record batch with bucket, sort key and tokens of each document. Validation's buckets follow train's.
-
-    `counts` gets file → what its examples are, and cost.
-    """
-    places, texts, held_out = zip(*batch, strict=True)
-    buckets = np.where(held_out, plan.train_buckets + words % plan.validation_buckets, words % plan.train_buckets)
-    if plan.format == "text":
-        ids: Sequence[Any] = tokenizer.encode_documents(texts)
-    else:
-        made = []
-        for place, text in zip(places, texts, strict=True):
-            url = place.rpartition(", ")[0]
-            made.append(_examples(plan, tokenizer, place, text, reject, counts[url]))
-        of_each = [len(examples) for examples in made]
-        buckets = np.repeat(buckets, of_each)
-        words = np.repeat(words, of_each)
-        ids = list(chain.from_iterable(made))
-    lengths = [len(document) for document in ids]
-    values = np.fromiter(chain.from_iterable(ids), plan.dtype, sum(lengths))
-    offsets = np.cumsum([0, *lengths], dtype=np.int32)
-    tokens = pa.ListArray.from_arrays(offsets, values, type=token_type(plan.dtype))
-    return pa.record_batch({"bucket": buckets.astype(np.uint32), "word": words, "tokens": tokens})
-
-
-def _examples(
-    plan: Plan, tokenizer: Tokenizer, place: str, text: str, reject: Reject, counts: Counter[str]
-) -> list[np.ndarray]:
+def _examples(plan: Plan, tokenizer: Tokenizer, place: str, text: str, found: Found) -> list[np.ndarray]:
     """The examples of a conversation or pair that fit into a row; none of a bad one."""
+    o = plan.o
+    counts = found.counts[place.rpartition(", ")[0]]
     try:
-        (examples,) = encode_examples([text], plan.format, tokenizer, plan.train_eos, counts)
+        (examples,) = encode_examples([text], o.format, tokenizer, o.train_eos, counts)
     except TitaniteError as error:
-        reject(place, str(error))
+        found.reject(place, str(error))
         return []
     fitting = []
     for example in examples:
-        is_long = len(example) > plan.seq_len
-        row = example[: plan.seq_len]
+        is_long = len(example) > o.seq_len
+        row = example[: o.seq_len]
         trained = int((row < HIDDEN).sum())
-        if not trained or (is_long and not plan.truncate):
+        if not trained or (is_long and not o.truncate):
             counts["dropped"] += 1
             continue
         counts["truncated"] += is_long
@@ -586,7 +554,7 @@ def _write_sorted(plan: Plan, batches: list[pa.RecordBatch], part_writer: pa.Rec
 # ---------------------------------------------------------------- pass 2: shuffle and write
 
 
-def _write_bucket(folder: Path, plan: Plan, bucket: int) -> None:
+def _write_bucket(plan: Plan, bucket: int) -> None:
     """Write a bucket's shard and a record of its blocks."""
     split = "train"
     number = bucket
@@ -594,7 +562,7 @@ def _write_bucket(folder: Path, plan: Plan, bucket: int) -> None:
         split = "validation"
         number -= plan.train_buckets
     batches = []
-    for path in sorted((folder / writer.PARTS).glob("unit-*.arrow")):
+    for path in sorted(plan.part("").glob("unit-*.arrow")):
         with pa.OSFile(str(path)) as part:  # read, not mapped: units may outnumber the allowed open files
             file = pa.ipc.open_file(part)
             batches += [file.get_batch(i) for i in range(bucket, file.num_record_batches, plan.buckets)]
@@ -604,14 +572,15 @@ def _write_bucket(folder: Path, plan: Plan, bucket: int) -> None:
         documents = table.column("tokens").combine_chunks()
         del table, batches  # to hold the documents twice, not three times
         documents = documents.take(pa.array(order))
-    if plan.seq_len:
-        documents = pack(documents, plan.seq_len, _stored_tokenizer(folder, plan).eos_id)
-    shard, blocks = writer.write_shard(folder, split, number, documents, plan.block_bytes)
-    write_atomically(_record(folder, bucket), json.dumps([shard, blocks.to_pylist()]).encode())
+    if plan.o.seq_len:
+        documents = pack(documents, plan.o.seq_len, _stored_tokenizer(plan.folder, plan.input).eos_id)
+    block_bytes = int(plan.o.block_mb * 2**20)
+    shard, blocks = writer.write_shard(plan.folder, split, number, documents, block_bytes)
+    write_atomically(_record(plan, bucket), json.dumps([shard, blocks.to_pylist()]).encode())
 
 
-def _record(folder: Path, bucket: int) -> Path:
-    return folder / writer.PARTS / f"bucket-{bucket:06}.json"
+def _record(plan: Plan, bucket: int) -> Path:
+    return plan.part(f"bucket-{bucket:06}.json")
 
 
 @contextmanager
@@ -630,14 +599,12 @@ def _worker_pool(count: int) -> Iterator[Map]:
         pool.shutdown(cancel_futures=True)
 
 
-def _run_all(pool_map: Map, function: Callable[..., None], tasks: list[tuple[Any, int]], title: str, unit: str) -> None:
-    """Run `function(task)` for each (task, its size in `unit`), with a bar."""
-    with tqdm(total=sum(size for _, size in tasks), desc=title, unit=unit, unit_scale=True) as bar:
+def _run_all(pool_map: Map, function: Callable[..., None], tasks: list[Any], title: str, unit: str) -> None:
+    """Run `function(task)` for each task, with a bar."""
+    with tqdm(total=len(tasks), desc=title, unit=unit) as bar:
         for first in range(0, len(tasks), AT_ONCE):
-            some = tasks[first : first + AT_ONCE]
-            results = pool_map(function, [task for task, _ in some])
-            for (_, size), _ in zip(some, results, strict=True):
-                bar.update(size)
+            for _ in pool_map(function, tasks[first : first + AT_ONCE]):
+                bar.update()
 
 
 def _start_worker() -> None:
@@ -654,27 +621,35 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     sources = "stdlib, or folders, files, globs, URLs or pipes (-: standard input)"
     add("--source", dest="sources", nargs="+", required=True, help=sources)
-    writer.add_output_options(parser)
+    add("--output", required=True, help="folder of the dataset")
+    add("--overwrite", action="store_true", help="replace a finished dataset")
     add("--tokenizer", default="", help="tokenizer.json, or a folder with one; default: train one on the text")
     add("--vocab-size", type=int, default=0, help=f"size of the vocabulary to train (default {VOCAB_SIZE})")
-    kinds = "text; for fine-tuning: sft (prompts with responses) or chat (messages) (default %(default)s)"
+    add("--eos-token", default="", help="token that ends a document; default: the tokenizer's own")
+    kinds = "text; tokens; for fine-tuning: sft (prompts with responses) or chat (messages) (default %(default)s)"
     add("--format", choices=KEYS, default="text", help=kinds)
     keys = f"keys or columns of a record, comma-separated (default of each format: {KEYS})"
     add("--keys", default="", help=keys)
     separator = "what ends a document in text files; \\n: a line end, LF or CRLF"
     add("--separator", type=_unescaped, default="", help=separator)
-    add("--skip-bad", type=int, default=0, help=f"bad records to leave out at most, listed in {writer.BAD_RECORDS}")
-    add("--dry-run", action="store_true", help="list all bad records, prepare nothing")
+    add("--max-characters", type=int, default=0, help="cut longer texts at line ends; 0 (default): never")
+    add("--dtype", default="", choices=DTYPES, help="of tokens, in files without a header")
+    add("--packed", action="store_true", help="tokens: a document goes on in a table's next row, until eos ends it")
     add("--seq-len", type=int, default=0, help="tokens per row of packed examples; longer ones are left out, counted")
+    add("--truncate", action="store_true", help="cut longer examples at the end of a row, not leave them out")
     add("--chat-template", default="", help="file with a Jinja template for --format chat (default: the tokenizer's)")
     argument = "of the chat template, such as enable_thinking=false; repeatable; runs and exports keep it"
     add("--template-argument", action="append", default=[], metavar="NAME=VALUE", help=argument)
-    add("--truncate", action="store_true", help="cut longer examples at the end of a row, not leave them out")
     add("--train-eos", action="store_true", help="chat: end each answer with eos, for templates without an end token")
-    add("--max-characters", type=int, default=0, help="cut longer texts at line ends; 0 (default): never")
-    add("--hold-out-pieces", action="store_true", help="hold out pieces of a text, not only whole texts")
+    add("--validation-fraction", type=float, default=0.02, help="share of documents held out (default %(default)s)")
+    add("--skip-bad", type=int, default=0, help=f"bad records to leave out at most, listed in {writer.BAD_RECORDS}")
+    add("--dry-run", action="store_true", help="list all bad records, prepare nothing")
+    add("--block-mb", type=float, default=8, help="MiB of tokens shuffled and read as one block (default %(default)s)")
+    add("--shard-mb", type=float, default=256, help="approximate MiB of tokens in a file (default %(default)s)")
     add("--processes", type=int, default=0, help="0 (default): one per available core, or one for a few MB")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.keys = options.keys or KEYS[options.format]
+    return options
 
 
 def _unescaped(text: str) -> str:
@@ -691,16 +666,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             bad = manifest["bad_records"]
             print(*bad, f"documents {manifest['documents']:,}, bad records {len(bad):,}", sep="\n")
             sys.exit(len(bad) > options.skip_bad)
-        if manifest.get("bad_records"):
-            print(f"bad records left out, listed in {writer.BAD_RECORDS}: {manifest['bad_records']:,}")
-        if manifest.get("dropped"):
-            print(f"examples longer than {manifest['packed_seq_len']} tokens, left out: {manifest['dropped']:,}")
-        if manifest.get("truncated"):
-            print(f"examples cut to {manifest['packed_seq_len']} tokens: {manifest['truncated']:,}")
-        if "examples" in manifest:
-            trained = f"examples {manifest['examples']:,}, trained tokens {manifest['trained_tokens']:,}"
-            print(f"conversations or pairs {manifest['conversations']:,}, {trained}")
-        writer.report(manifest, options.output)
+        for name, line in TOLD.items():
+            if manifest.get(name):
+                print(line.format_map(manifest))
+        _print_splits(manifest)
+        print(f"ready: {options.output}")
+
+
+def _print_splits(manifest: Mapping[str, Any]) -> None:
+    for split, hint in EMPTY.items():
+        shards = [shard for shard in manifest["shards"] if shard["split"] == split]
+        documents = sum(shard["documents"] for shard in shards)
+        tokens = sum(shard["tokens"] for shard in shards)
+        print(f"{split}: documents {documents:,}, tokens {tokens:,}, files {len(shards)}")
+        if not shards:
+            print(hint)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ import logging
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -63,7 +64,9 @@ OTHER_COLUMNS = {"chat": (*BESIDE_MESSAGES, *IN_PLACE_OF_MESSAGES), "sft": IN_PL
 
 Located = Iterator[tuple[str, Any]]  # (place in the input, what is there)
 Records = Iterator[tuple[int, Any]]  # (byte or row in the file, the bytes, dict or, if it is bad, ValueError)
-Reject = Callable[[str, str], None]  # is given the place of a bad record, and a reason
+Counts = defaultdict[str, Counter[str]]  # file → what was found in it
+SEPARATORS = "separators"  # in Counts, as well as, with this before it, each key of conversations
+KEY = "key "
 log = logging.getLogger(__name__)
 
 
@@ -97,11 +100,19 @@ LINE_END = Separator(re.compile(b"\n"), longest=1)
 
 
 @dataclass
-class Seen:
-    """What reading a unit has shown about its files."""
+class Found:
+    """What reading has shown."""
 
-    keys: dict[str, set[str]] = field(default_factory=dict)  # of conversations and, as messages.KEY, of messages
-    separated: set[str] = field(default_factory=set)  # files in which the separator occurs
+    skip_bad: int = 0
+    bad: list[str] = field(default_factory=list)  # place and reason of each bad record
+    counts: Counts = field(default_factory=lambda: defaultdict(Counter))
+
+    def reject(self, place: str, reason: str) -> None:
+        """Note a bad record. Raises DataError if it is one too many."""
+        self.bad.append(" ".join(f"{place}: {reason}".split()))
+        if len(self.bad) > self.skip_bad:
+            advice = f"--skip-bad {self.skip_bad} leaves out no more; --dry-run lists all"
+            raise DataError(f"{self.bad[-1]} ({advice})")
 
 
 @contextmanager
@@ -124,10 +135,9 @@ def list_files(sources: Sequence[str]) -> list[File]:
         if not found:
             kinds = f"{' '.join(KINDS)}, also with .gz or .zst, but not for plain {' '.join(ONLY_IF_NAMED)}"
             raise DataError(f"--source {source}: no files there; a folder is searched for {kinds}")
-        repeated = 0
-        for key, file in found:  # of a file's names, the first counts
-            repeated += key in files
-            files.setdefault(key, file)
+        new = {key: file for key, file in reversed(found) if key not in files}  # of a file's names, the first counts
+        files |= new
+        repeated = len(found) - len(new)
         if repeated:
             known = "are in the list already, by this or another name; each is read once"
             log.warning(f"--source {source}: {repeated} of {len(found)} files {known}")
@@ -158,7 +168,7 @@ def _local_files(source: str) -> Iterator[tuple[str, File]]:
         if os.path.isdir(match):
             names = _read_from_folder(match, list(_names_below(match, walked)))
         for name in names:
-            yield identity(name), _described(os.path.abspath(name))
+            yield os.path.realpath(name), _described(os.path.abspath(name))
 
 
 def _names_below(top: str, walked: set[str]) -> Iterator[str]:
@@ -196,12 +206,6 @@ def _glob(pattern: str) -> Iterator[str]:
                 yield from _glob(os.path.join(glob.escape(folder), after or "*"))
 
 
-def identity(path: str) -> str:
-    """What all names of a file share. Numbers of inodes only if it has several: not every file system's are unique."""
-    about = os.stat(path)
-    return f"{about.st_dev}:{about.st_ino}" if about.st_nlink > 1 else os.path.realpath(path)
-
-
 def _remote_files(source: str) -> Iterator[tuple[str, File]]:
     """Yield (URL, file) of a URL, which may be a glob."""
     system, path = _file_system(source)
@@ -209,15 +213,13 @@ def _remote_files(source: str) -> Iterator[tuple[str, File]]:
         details = {path: system.info(path)}
     except FileNotFoundError:
         details = system.glob(path, detail=True)
-    for match, about in list(details.items()):
-        names = [match]
+    for match, about in details.items():
+        found = {match: about}
         if about["type"] == "directory":
-            found = system.find(match, detail=True)
-            details |= found
-            names = _read_from_folder(match, found)
-        for name in names:
+            below = system.find(match, detail=True)
+            found = {name: below[name] for name in _read_from_folder(match, below)}
+        for name, info in found.items():
             url = system.unstrip_protocol(name)
-            info = details[name]
             versions = [str(info[key]) for key in VERSIONS if info.get(key)]
             yield url, File(url, int(info["size"]), *versions[:1])
 
@@ -259,15 +261,18 @@ def _stdlib_files() -> Iterator[tuple[str, File]]:
             yield str(path), _described(str(path))
 
 
-def plan_units(files: Sequence[File], separator: str = "") -> list[Unit]:
-    """Cut the input into units of UNIT_BYTES or more. Smaller files share a unit, as do texts without a separator."""
+def plan_units(files: Sequence[File], separator: str = "", whole: bool = False) -> list[Unit]:
+    """Cut the input into units of UNIT_BYTES or more. Smaller files share a unit, as do texts without a separator.
+
+    `whole`: cut no file.
+    """
     unit_bytes = max(UNIT_BYTES, sum(file.size for file in files) // MOST_UNITS)
     units: list[Unit] = []
     group: list[File] = []
     size = 0  # of the group
     for file in files:
         is_document = not separator and not has_keys(file)
-        if is_document or file.size < unit_bytes:
+        if whole or is_document or file.size < unit_bytes:
             group.append(file)
             size += file.size
             if size >= unit_bytes:
@@ -288,7 +293,7 @@ def _divided(file: File, unit_bytes: int) -> list[Unit]:
         return [Unit((file,), bytes=file.size)]
     whole = file.size
     if DIVISIBLE[kind] == "row groups":
-        with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
+        with failures_of(f"{file.url}: cannot be read"), open_file(file) as stream:
             whole = pq.ParquetFile(stream).num_row_groups
     each = max(1, unit_bytes * whole // file.size)
     bounds = pairwise([*range(0, whole, each), whole])
@@ -310,69 +315,57 @@ def content_kind(file: File) -> str:
     kind = kind_of(file.url)[0]
     if kind != "json":
         return kind
-    with failures_of(f"{file.url}: cannot be read"), _open(file) as raw:
+    with failures_of(f"{file.url}: cannot be read"), open_file(file) as raw:
         beginning = _decompressed(file, raw).read(READ_BYTES)
     return "json" if beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[") else "jsonl"
 
 
-def refuse(place: str, reason: str) -> None:
-    """What is done with a bad record unless the caller says otherwise."""
-    raise DataError(f"{place}: {reason}") from None
-
-
-def documents(
-    unit: Unit, keys: Sequence[str], format: str = "text", reject: Reject = refuse, seen: Seen | None = None
-) -> Located:
+def documents(unit: Unit, keys: Sequence[str], format: str = "text", found: Found | None = None) -> Located:
     """Yield (place, text) of a unit's documents; the text of an example is the JSON list of its values.
 
-    A bad record is given to `reject`. Raises DataError for a file that cannot be read.
+    Raises DataError for a file that cannot be read, and for bad records beyond those that `found` may leave out.
     """
-    seen = seen or Seen()
+    found = found or Found()
     columns = [*keys, *OTHER_COLUMNS.get(format, ())]
     for file in unit.files:
         kind = content_kind(file)
         is_plain = not has_keys(file)
         is_document = is_plain and not unit.separator
-        found = seen.keys.setdefault(file.url, set())
-        with failures_of(f"{file.url}: cannot be read"), _open(file) as stream:
+        with failures_of(f"{file.url}: cannot be read"), open_file(file) as stream:
             for position, record in _records(file, kind, stream, unit, columns):
                 place = file.url
                 if not is_document:
                     place += f", {POSITIONS.get(kind, 'row')} {position}"
                 if position and is_plain:
-                    seen.separated.add(file.url)
+                    found.counts[file.url][SEPARATORS] += 1
                 if isinstance(record, bytes):
                     if position == 0:
                         record = record.removeprefix(codecs.BOM_UTF8)
                     if not record.strip() and not is_document:
                         continue
                 try:
-                    text = _text(record, kind, keys, format, found)
+                    if kind == "jsonl":
+                        record = json.loads(record)
+                    elif isinstance(record, bytes):
+                        record = {keys[0]: record.decode()}
+                    text = _text(record, keys, format, found.counts[file.url])
+                except json.JSONDecodeError as error:
+                    found.reject(place, f"must be JSON: {error}")
                 except (ValueError, TypeError, RecursionError, DataError) as error:
-                    reject(place, str(error))
+                    found.reject(place, str(error))
                 else:
                     yield place, text
 
 
-def _text(record: Any, kind: str, keys: Sequence[str], format: str, found: set[str]) -> str:
-    """The text of a record, or its values as JSON. Raises what is wrong with it. `found` gets a conversation's keys."""
-    if kind == "jsonl":
-        try:
-            record = json.loads(record)
-        except ValueError as error:
-            record = error
-        if not isinstance(record, dict):
-            raise DataError(f"must be a JSON object (an array of them is a .json file): {repr(record)[:100]}")
-    elif kind == "json":
-        if not isinstance(record, dict):
-            raise DataError(f"must be a JSON object: {repr(record)[:100]}")
-    elif isinstance(record, bytes):
-        record = {keys[0]: record.decode()}
-    elif isinstance(record, ValueError):
+def _text(record: Any, keys: Sequence[str], format: str, counts: Counter[str]) -> str:
+    """The text of a record, or its values as JSON. Raises what is wrong with it."""
+    if isinstance(record, ValueError):
         raise record
+    if not isinstance(record, dict):
+        raise DataError(f"must be a JSON object, or a .json file must be an array of them: {repr(record)[:100]}")
     if format == "chat":
         values = read_conversation(record, keys[0])
-        found |= _keys_of(record, values[0])
+        counts.update(KEY + key for key in _keys_of(record, values[0]))
     elif format == "sft":
         values = read_pair(record, keys)
     else:
@@ -383,7 +376,8 @@ def _text(record: Any, kind: str, keys: Sequence[str], format: str, found: set[s
         text = json.dumps(values, ensure_ascii=False)
         what = "value"
     if None in values or not isinstance(text, str):
-        raise DataError(f"no {what} under {','.join(keys)!r}; it has {', '.join(record)}; choose with --keys")
+        there = f"it has {', '.join(record)}; choose with --keys, or see --format"
+        raise DataError(f"no {what} under {','.join(keys)!r}; {there}")
     text.encode()  # fails if it holds half a character, as JSON can
     return text
 
@@ -397,7 +391,7 @@ def _keys_of(record: dict[str, Any], messages: Any) -> set[str]:
     return found
 
 
-def _open(file: File) -> Any:
+def open_file(file: File) -> Any:
     if "://" not in file.url:
         return open(file.url, "rb")
     system, path = _file_system(file.url)
@@ -431,9 +425,13 @@ def _records(file: File, kind: str, raw: Any, unit: Unit, keys: Sequence[str]) -
         yield from _pieces(stream, unit, _separator(unit.separator))
     else:
         yield 0, stream.read()
-    # An empty answer, from the server or a proxy, looks like the end of the file.
-    is_read_through = DIVISIBLE.get(kind) == "bytes" or kind in DELIMITERS
-    if is_read_through and "://" in file.url and raw.tell() < (unit.stop or file.size):
+    if DIVISIBLE.get(kind) == "bytes" or kind in DELIMITERS:
+        check_end(file, raw, unit.stop or file.size)
+
+
+def check_end(file: File, raw: Any, stop: int) -> None:
+    """Raises DataError if a file ended early: an empty answer, from the server or a proxy, looks like its end."""
+    if "://" in file.url and raw.tell() < stop:
         raise DataError(f"{file.url}: cannot be read: the server has sent {raw.tell():,} bytes of {file.size:,}")
 
 
@@ -501,10 +499,9 @@ def _parquet_records(stream: Any, unit: Unit, keys: Sequence[str]) -> Records:
     table = pq.ParquetFile(stream, page_checksum_verification=True)
     names = table.schema_arrow.names
     first = sum(table.metadata.row_group(i).num_rows for i in range(unit.start))
-    groups = range(unit.start, unit.stop or table.num_row_groups)
+    groups = list(range(unit.start, unit.stop or table.num_row_groups))
     columns = [name for name in names if name in keys]
-    batches = table.iter_batches(ROWS, row_groups=list(groups), columns=columns)
-    return _table_records(batches, names, first)
+    return _table_records(table.iter_batches(ROWS, row_groups=groups, columns=columns), names, first)
 
 
 def _arrow_records(stream: Any, keys: Sequence[str]) -> Records:

@@ -1,6 +1,5 @@
 """Write the files of a prepared dataset, which data.shards describes. Imports no torch."""
 
-import argparse
 import fcntl
 import hashlib
 import json
@@ -15,8 +14,8 @@ import numpy as np
 import pyarrow as pa
 from isal import isal_zlib
 
-from config import LOCAL, file_errors
-from data.shards import FORMAT, INDEX_SCHEMA, SPLITS, VERSION, DataError, Shard, digest, seal, token_schema
+from config import file_errors
+from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, seal, token_schema
 from data.tokenizer import Tokenizer
 from storage.records import write_atomically, written_whole
 
@@ -36,45 +35,6 @@ def is_held_out(content: bytes, validation_fraction: float) -> bool:
     """Whether a document is for validation, by a hash of its whole content, so all its pieces stay on one side."""
     digest = hashlib.blake2b(content, digest_size=8).digest()
     return int.from_bytes(digest, "little") < validation_fraction * 2**64
-
-
-def add_output_options(parser: argparse.ArgumentParser) -> None:
-    """The options of every command that writes a dataset."""
-    add = parser.add_argument
-    add("--output", required=True, help="folder of the dataset")
-    add("--eos-token", default="", help="token that ends a document; default: the tokenizer's own")
-    add("--validation-fraction", type=float, default=0.02, help="share of documents held out (default %(default)s)")
-    add("--block-mb", type=float, default=8, help="MiB of tokens shuffled and read as one block (default %(default)s)")
-    add("--shard-mb", type=float, default=256, help="approximate MiB of tokens in a file (default %(default)s)")
-    add("--overwrite", action="store_true", help="replace a finished dataset")
-
-
-def report(manifest: Mapping[str, Any], output: str) -> None:
-    """Print what a dataset holds, the last lines of every command that writes one."""
-    of_splits = {split: [shard for shard in manifest["shards"] if shard["split"] == split] for split in SPLITS}
-    for split, shards in of_splits.items():
-        documents = sum(shard["documents"] for shard in shards)
-        tokens = sum(shard["tokens"] for shard in shards)
-        print(f"{split}: documents {documents:,}, tokens {tokens:,}, files {len(shards)}")
-    if not of_splits["train"]:
-        print("everything is held out: lower --validation-fraction, or name it in validation.datasets only")
-    if not of_splits["validation"]:
-        print("nothing is held out: raise --validation-fraction to validate")
-    print(f"vocabulary {manifest['vocab_size']}, token {manifest['eos_id']} ends a document\nready: {output}")
-
-
-def check_output(output: str, overwrite: bool, validation_fraction: float, block_mb: float, shard_mb: float) -> Path:
-    """Check the output options and return the folder to write a dataset to. Raises DataError."""
-    for name, value in (("block-mb", block_mb), ("shard-mb", shard_mb)):
-        if not 1e-6 <= value <= LARGEST_SHARD_MB:
-            raise DataError(f"--{name} {value}: must be from 1e-6 to {LARGEST_SHARD_MB}")
-    if not 0 <= validation_fraction <= 1:
-        raise DataError(f"--validation-fraction {validation_fraction}: must be from 0 to 1")
-    if not output or output not in LOCAL:
-        raise DataError(f"--output {output}: must be a string {LOCAL}")
-    if Path(output, "manifest.json").exists() and not overwrite:
-        raise DataError(f"{output}: already holds a finished dataset; give --overwrite to replace it")
-    return Path(output)
 
 
 @contextmanager

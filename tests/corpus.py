@@ -59,9 +59,15 @@ def write_dataset(
     return folder
 
 
-def prepare(sources: list[str], output: str, overwrite: bool = False, **options: object) -> dict[str, Any]:
+def prepare(sources: list[str], output: str, **options: object) -> dict[str, Any]:
     """Run data.prepare in this process. Raises what its command prints."""
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()] + ["--overwrite"] * overwrite
+    words = []
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if value is True:
+            words.append(option)
+        elif value is not None and value is not False:
+            words.append(f"{option}={value}")
     return preparation.prepare_sources(preparation.parse_options(["--source", *sources, "--output", output, *words]))
 
 

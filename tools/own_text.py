@@ -7,15 +7,14 @@ import argparse
 import json
 import re
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
 from config import command_line
-from data.prepare import main as prepare
-from data.shards import digest
-from data.sources import File, documents, kind_of, list_files, plan_units
+from data.prepare import cut, prepare
+from data.shards import digest, open_dataset
+from data.sources import File, Found, documents, list_files, plan_units
 
 MAX_CHARACTERS = 4000  # of a piece of text
 HELD_OUT_PIECES = 8  # of a small text; of others a share
@@ -31,45 +30,42 @@ def prepare_own_text(sources: Sequence[str]) -> list[str]:
     """
     files = list_files(sources)
     name = re.sub(r"[^\w.-]+", "-", Path(sources[0].rstrip("/*")).stem).strip("-.") or "text"
-    folder = Path("datasets") / f"{name}-{digest(json.dumps(files).encode())[:8]}"
-    words = [f"--output={folder}", "--source", *sources]
-    hold_out: list[str] = []
-    if any(file.size > MAX_CHARACTERS or kind_of(file.url) != ("text", "") for file in files):
-        words.append(f"--max-characters={MAX_CHARACTERS}")
-        hold_out.append("--hold-out-pieces")
+    folder = f"datasets/{name}-{digest(json.dumps(files).encode())[:8]}"
     pieces = sum(file.size for file in files) / MAX_CHARACTERS
     share = min(max(SHARES[0], HELD_OUT_PIECES / max(pieces, 1)), SHARES[1])
     with redirect_stdout(sys.stderr):
-        if not (folder / "manifest.json").exists():
-            prepare([*words, *hold_out, f"--validation-fraction={share:.3g}"])
-        tokens = count_tokens(folder)
-        if tokens["validation"] > tokens["train"]:  # by chance: little text, or pieces that are equal
-            prepare([*words, "--validation-fraction=0", "--overwrite"])
-    wanted = [f"--data.datasets={json.dumps([str(folder)])}"]
-    prompt = first_words(files)
+        if not Path(folder, "manifest.json").exists():
+            prepare(_pieces(files), folder, validation_fraction=share)
+        splits = open_dataset(folder).splits
+        if splits["validation"].total_tokens > splits["train"].total_tokens:  # by chance: little text, or equal pieces
+            prepare(_pieces(files), folder, validation_fraction=0, overwrite=True)
+    wanted = [f"--data.datasets={json.dumps([folder])}"]
+    prompt = _first_words(files)
     if prompt:
         wanted.append(f"--validation.sample_prompt={prompt}")
-    if not count_tokens(folder)["validation"]:
+    if not open_dataset(folder).splits["validation"].total_tokens:
         wanted.append("--validation.enable=false")
     return wanted
 
 
-def count_tokens(folder: Path) -> Counter[str]:
-    """The tokens of each split of a dataset."""
-    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    tokens = Counter[str]()
-    for shard in manifest["shards"]:
-        tokens[shard["split"]] += shard["tokens"]
-    return tokens
-
-
-def first_words(files: Sequence[File]) -> str:
-    """Up to three words with which the text begins."""
+def _texts(files: Sequence[File], found: Found) -> Iterator[str]:
     for unit in plan_units(files):
-        for _, text in documents(unit, ("text",), "text", lambda *_: None):
-            words = text.split(maxsplit=3)[:3]
-            if words:
-                return " ".join(words).encode()[:PROMPT_BYTES].decode(errors="ignore")
+        for _, text in documents(unit, ["text"], "text", found):
+            yield text
+
+
+def _pieces(files: Sequence[File]) -> Iterator[str]:
+    """Yield the text in pieces. Each is held out or not, as a small text may be one file."""
+    for text in _texts(files, Found()):
+        yield from cut(text, MAX_CHARACTERS)
+
+
+def _first_words(files: Sequence[File]) -> str:
+    """Up to three words with which the text begins."""
+    for text in _texts(files, Found(skip_bad=sys.maxsize)):
+        words = text.split(maxsplit=3)[:3]
+        if words:
+            return " ".join(words).encode()[:PROMPT_BYTES].decode(errors="ignore")
     return ""
 
 

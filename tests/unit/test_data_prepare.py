@@ -9,13 +9,12 @@ import os
 import random
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -36,18 +35,19 @@ from tokenizers.processors import TemplateProcessing
 
 from config import TitaniteError
 from data import prepare as prepare_module
-from data import sources, writer
+from data import sources, token_files, writer
 from data.prepare import main
-from data.shards import SPLITS, DataError
+from data.shards import DataError
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from tests.corpus import documents_in, prepare, stored_blocks, word_tokenizer, write_dataset
-from tools import convert as convert_module
+from tests.corpus import documents_in, prepare, stored_blocks, write_dataset
 from tools import verify
-from tools.convert import convert
 
 ROOT = Path(__file__).parents[2]
 SEPARATOR = "\n=====\n"
 WORDS = ["the", "quick", "naïve", "日本語", "def f(x):\n    return x\n", "🙂", "<|endoftext|>", "  ", "\r\n"]
+STOP = pytest.raises(KeyboardInterrupt)
+
+Make = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,24 @@ def tokenizer_folder(texts, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture
+def make(tokenizer_folder, tmp_path) -> Make:
+    """Prepares sources in this process, and returns the dataset's folder."""
+
+    def make(*given: object, output: str = "out", **options: object) -> Path:
+        defaults = {"tokenizer": tokenizer_folder, "processes": 1}
+        prepare([str(source) for source in given], str(tmp_path / output), **defaults | options)
+        return tmp_path / output
+
+    return make
+
+
+@pytest.fixture
+def lines(texts, tmp_path) -> Path:
+    """The texts as JSON lines."""
+    return write_jsonl(tmp_path / "in.jsonl", texts)
+
+
 def write_jsonl(path: Path, texts, key="text") -> Path:
     path.write_text("".join(json.dumps({"id": i, key: text}) + "\n" for i, text in enumerate(texts)))
     return path
@@ -71,13 +89,9 @@ def write_jsonl(path: Path, texts, key="text") -> Path:
 def decoded(folder: Path, split: str) -> list[str]:
     """The documents of a split, each checked to end with its only eos."""
     tokenizer = load_tokenizer(folder)
-    found = []
-    for block in stored_blocks(folder, split):
-        for document in block:
-            assert document.count(tokenizer.eos_id) == 1
-            assert document[-1] == tokenizer.eos_id
-            found.append(tokenizer.decode(document))
-    return found
+    documents = list(chain.from_iterable(stored_blocks(folder, split)))
+    assert all(document.index(tokenizer.eos_id) == len(document) - 1 for document in documents)
+    return [tokenizer.decode(document) for document in documents]
 
 
 def documents_of(folder: Path) -> Counter[str]:
@@ -88,16 +102,15 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
-@pytest.fixture
-def alone(tokenizer_folder) -> dict[str, Any]:
-    """Options of a preparation in this process."""
-    return {"tokenizer": str(tokenizer_folder), "processes": 1}
+def cut_off() -> Any:
+    """In its context a preparation is interrupted before its manifest."""
+    return patch("data.writer.write_manifest", side_effect=KeyboardInterrupt)
 
 
 def start_script(path: Path, code: str, *arguments: object) -> subprocess.Popen[str]:
     """Start data.prepare with small units and these arguments, after `code`, in a process of its own."""
     begin = (
-        "import os, signal; from pathlib import Path; from data import prepare, sources; sources.UNIT_BYTES = 20_000\n"
+        "import os, signal; from pathlib import Path; from data import prepare, sources\nsources.UNIT_BYTES = 20_000\n"
     )
     end = f"if __name__ == '__main__':\n    prepare.main({[str(argument) for argument in arguments]!r})\n"
     path.write_text(begin + code + end)
@@ -105,107 +118,126 @@ def start_script(path: Path, code: str, *arguments: object) -> subprocess.Popen[
     return subprocess.Popen([sys.executable, str(path)], env=environment, stderr=subprocess.PIPE, text=True)
 
 
+def compressed(name: str, content: bytes) -> bytes:
+    """As the suffix of `name` says."""
+    if name.endswith(".zst"):
+        return pa.compress(content, codec="zstd", asbytes=True)
+    return gzip.compress(content) if name.endswith(".gz") else content
+
+
+TABLES = {
+    "Arrow file": ("a.arrow", pa.ipc.new_file),
+    "Arrow stream": ("a.arrow", pa.ipc.new_stream),
+    "unnamed Arrow file": ("a.tokens", pa.ipc.new_file),
+    "Parquet": ("a.parquet", pq.ParquetWriter),
+}
+
+
+def write_table(folder: Path, kind: str, rows_at_once: int = 3, **columns: Any) -> Path:
+    name, writer_of = TABLES[kind]
+    table = pa.table(columns)
+    with writer_of(folder / name, table.schema) as file:
+        for first in range(0, len(table), rows_at_once):
+            file.write_table(table.slice(first, rows_at_once))
+    return folder / name
+
+
 @pytest.fixture
-def inputs(texts, tmp_path) -> dict[str, str]:
+def inputs(texts, tmp_path) -> Path:
     """The same documents in every kind of source."""
     folder = tmp_path / "in"
     (folder / "files").mkdir(parents=True)
     for i, text in enumerate(texts):
         (folder / "files" / f"{i:04}.md").write_bytes(text.encode())
-    lines = write_jsonl(folder / "a.jsonl", texts).read_bytes()
-    (folder / "a.jsonl.gz").write_bytes(gzip.compress(lines))
-    (folder / "a.jsonl.zst").write_bytes(pa.compress(lines, codec="zstd", asbytes=True))
-    pq.write_table(pa.table({"n": range(len(texts)), "text": texts}), folder / "a.parquet", row_group_size=64)
+    content = write_jsonl(folder / "a.jsonl", texts).read_bytes()
+    for name in ("a.jsonl.gz", "a.jsonl.zst"):
+        (folder / name).write_bytes(compressed(name, content))
+    for kind in ("Arrow file", "Parquet"):
+        write_table(folder, kind, 64, n=range(len(texts)), text=texts)
     (folder / "one.txt").write_bytes(SEPARATOR.join(texts).encode())
     os.mkfifo(folder / "pipe")
     for name, half in (("b1.jsonl", texts[:200]), ("b2.jsonl", texts[200:])):
         fsspec.filesystem("memory").pipe_file(f"{folder}/{name}", write_jsonl(folder / name, half).read_bytes())
-    return {
-        "folder": str(folder / "files"),
-        "URL": f"memory:/{folder}",
-        "URL glob": f"memory:/{folder}/b?.jsonl",
-        "pipe": str(folder / "pipe"),
-        "Python": "",
-        "separator": str(folder / "one.txt"),
-        **{kind: str(folder / f"a.{kind}") for kind in ("jsonl", "jsonl.gz", "jsonl.zst", "parquet")},
-    }
+    return folder
 
 
 @pytest.mark.parametrize(
-    "kind",
+    "source",
     [
-        *("folder", "jsonl.gz", "jsonl.zst", "parquet", "URL", "URL glob", "separator", "pipe"),
-        *("pipe with separator", "Python"),
+        "files",
+        "a.jsonl.gz",
+        "a.jsonl.zst",
+        "a.arrow",
+        "a.parquet",
+        "one.txt",
+        "memory:/",
+        "memory:/b?.jsonl",
+        "a.jsonl|pipe",
+        "one.txt|pipe",
+        "Python",
     ],
 )
-def test_every_source_gives_each_document_once(inputs, texts, alone, tmp_path, monkeypatch, kind):
+def test_every_source_gives_each_document_once(inputs, texts, make, tmp_path, monkeypatch, source):
     monkeypatch.setattr(sources, "UNIT_BYTES", 3000)  # many units, cut in the middle of lines
-    output, options = tmp_path / "out", alone | {"validation_fraction": 0.1}
-    if "separator" in kind:
+    options: dict[str, Any] = {"validation_fraction": 0.1}
+    if "one.txt" in source:
         options["separator"] = SEPARATOR.replace("\n", "\\n")
-    if "pipe" in kind:
-        content = Path(inputs["separator" if "separator" in kind else "jsonl"])
-        threading.Thread(target=lambda: (tmp_path / "in" / "pipe").write_bytes(content.read_bytes())).start()
-    if kind == "Python":
-        prepare_module.prepare((text for text in texts), str(output), **options)
+    piped, _, name = source.rpartition("|")
+    if piped:
+        threading.Thread(target=lambda: (inputs / "pipe").write_bytes((inputs / piped).read_bytes())).start()
+    if source == "Python":
+        prepare_module.prepare((text for text in texts), str(tmp_path / "out"), processes=1, **options)
     else:
-        prepare([inputs[kind.removesuffix(" with separator")]], str(output), **options)
+        make(name.replace("memory:", f"memory:/{inputs}") if "memory" in name else inputs / name, **options)
+    output = tmp_path / "out"
     assert documents_of(output) == Counter(texts)
     assert 15 < len(decoded(output, "validation")) < 75
     numbers = [int(text.rpartition(" ")[2]) for text in decoded(output, "train")]  # in the order of the input
     for later in (range(len(numbers)), [*numbers[1:], numbers[0]]):  # shuffled, and not file by file
         assert abs(np.corrcoef(numbers, later)[0, 1]) < 4 / len(numbers) ** 0.5
-    assert not list(output.glob(".parts"))
+    assert not list(output.glob(".*.*"))
     verify.main([str(output)])
 
 
-def test_the_held_out_documents_depend_on_their_text_alone(texts, alone, tmp_path):
+def test_the_held_out_documents_depend_on_their_text_alone(texts, make, tmp_path):
     """Whatever the order, how often a text comes, and into how many pieces it is cut."""
-    held_out = {}
-    for name, order, longest in (("a", texts, 0), ("b", texts[::-1] + texts[:50], 0), ("cut", texts, 40)):
-        file, options = write_jsonl(tmp_path / f"{name}.jsonl", order), alone | {"max_characters": longest}
-        prepare([str(file)], str(tmp_path / name), validation_fraction=0.2, **options)
-        held_out[name] = Counter(decoded(tmp_path / name, "validation"))
-        assert longest or not {*held_out[name]} & {*decoded(tmp_path / name, "train")}
-    assert {*held_out["a"]} == {*held_out["b"]}
-    cut = Counter(piece for text in held_out["a"] for piece in prepare_module._pieces(text, 40))
-    assert len(cut) > len(held_out["a"]) > 40
-    assert held_out["cut"] == cut
+    held_out = []
+    for order, longest in ((texts, 0), (texts[::-1] + texts[:50], 0), (texts, 40)):
+        file = write_jsonl(tmp_path / "in.jsonl", order)
+        folder = make(file, overwrite=True, validation_fraction=0.2, max_characters=longest)
+        held_out.append(decoded(folder, "validation"))
+        assert longest or not {*held_out[-1]} & {*decoded(folder, "train")}
+    whole, repeated, pieces = held_out
+    assert {*whole} == {*repeated}
+    assert Counter(pieces) == Counter(piece for text in whole for piece in prepare_module.cut(text, 40))
+    assert len(pieces) > len(whole) > 40
 
 
 def test_long_texts_are_cut_at_line_ends_and_nothing_is_lost() -> None:
     text = "".join(f"line {i} {'x' * (i % 37)}\n" for i in range(500)) + "y" * 3000
-    cut = list(prepare_module._pieces(text, 1000))
+    cut = list(prepare_module.cut(text, 1000))
     assert "".join(cut) == text
-    assert all(len(piece) <= 1000 for piece in cut)
-    assert all(piece.endswith("\n") for piece in cut if "line" in piece and piece is not cut[-1])
+    assert all(len(piece) <= 1000 and (piece.endswith("\n") or {*piece} == {"y"}) for piece in cut)
     assert sum(len(piece) < 900 for piece in cut) <= 2
-    assert list(prepare_module._pieces(text, 0)) == [text]
+    assert list(prepare_module.cut(text, 0)) == [text]
 
 
-def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, alone, tmp_path, monkeypatch):
+def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, make, tmp_path, monkeypatch):
     file = write_jsonl(tmp_path / "in.jsonl", texts * 3)
     monkeypatch.setattr(sources, "UNIT_BYTES", 100_000)
-    made, sizes = [], {"shard_mb": 0.01, "block_mb": 0.004, "validation_fraction": 0.1}
-    for processes, held_bytes in ((1, 2**20), (3, 2**20), (1, 1)):  # the last: each unit in several parts
-        monkeypatch.setattr(prepare_module, "HELD_BYTES", held_bytes)
-        monkeypatch.setattr(prepare_module, "BATCH_BYTES", 500 if held_bytes == 1 else 2**20)
-        output = tmp_path / f"out{len(made)}"
-        prepare([str(file)], str(output), **alone | {"processes": processes}, **sizes)
-        made.append(contents(output))
-    assert made[0] == made[1] == made[2]
-    assert sum(name.startswith("train-") for name in made[0]) > 1
+    sizes = {"shard_mb": 0.01, "block_mb": 0.004, "validation_fraction": 0.1}
+    whole, shared = (contents(make(file, output=f"{n}", processes=n, **sizes)) for n in (1, 3))
+    monkeypatch.setattr(prepare_module, "HELD_BYTES", 1)  # each unit in several parts
+    monkeypatch.setattr(prepare_module, "BATCH_BYTES", 500)
+    assert whole == shared == contents(make(file, **sizes))
+    assert "train-00001.arrow" in whole
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.html.zst", "a.jsonl.gz"])
 def test_a_byte_order_mark_is_no_text_and_zeros_after_gzip_are_no_content(name, tmp_path):
-    plain = content = b"\xef\xbb\xbf" + (b'{"text": "def f():"}' if "jsonl" in name else b"def f():")
-    if name.endswith("gz"):
-        content = gzip.compress(content[:5]) + gzip.compress(content[5:]) + bytes(1000)
-        assert subprocess.run(["gzip", "-dc"], input=content, capture_output=True, check=True).stdout == plain
-    elif name.endswith("zst"):
-        content = pa.compress(content, codec="zstd", asbytes=True)
-    (tmp_path / name).write_bytes(content)
+    content = b"\xef\xbb\xbf" + (b'{"text": "def f():"}' if "jsonl" in name else b"def f():")
+    stored = compressed(name, content[:5]) + compressed(name, content[5:])
+    (tmp_path / name).write_bytes(stored + bytes(1000 * name.endswith("gz")))
     assert documents_in(tmp_path / name) == ["def f():"]
 
 
@@ -262,53 +294,43 @@ def test_line_ends_of_a_separator_match_lf_and_crlf(tmp_path, separator, content
 def test_a_reader_that_knows_nothing_of_units_gets_whole_files(tmp_path, monkeypatch):
     """As one that a fork adds: a suffix, and a branch of `_records`, which would repeat what it reads in each unit."""
     monkeypatch.setitem(sources.KINDS, ".numbers", "numbers")
-    known = sources._records
-
-    def records(file, kind, raw, unit, keys):
-        if kind != "numbers":
-            return known(file, kind, raw, unit, keys)
-        return ((i, {"text": line.decode()}) for i, line in enumerate(raw.read().split()))
-
-    monkeypatch.setattr(sources, "_records", records)
-    for name in ("a.numbers", "b.txt"):
-        (tmp_path / name).write_text(" ".join(map(str, range(1000))))
-    assert read_in_units(tmp_path / "a.numbers", unit_bytes=100) == [str(i) for i in range(1000)]
-    assert read_in_units(tmp_path / "b.txt", " ", unit_bytes=100) == [str(i) for i in range(1000)]
+    lines_of = lambda file, kind, raw, *_: ((i, {"text": line.decode()}) for i, line in enumerate(raw))  # noqa: E731
+    monkeypatch.setattr(sources, "_records", lines_of)
+    numbers = [f"{i}\n" for i in range(1000)]
+    (tmp_path / "a.numbers").write_text("".join(numbers))
+    assert read_in_units(tmp_path / "a.numbers", unit_bytes=100) == numbers
     with pytest.raises(DataError, match=r"a\.numbers, row 0: no text under 'body'; it has text"):
-        prepare([f"{tmp_path / 'a.numbers'}"], str(tmp_path / "out"), keys="body")
+        documents_in(tmp_path / "a.numbers", ["body"])
 
 
-def test_a_tokenizer_is_learnt_from_pieces_of_a_very_long_word():
-    """The time to learn from a word grows with the square of its length: 40,000 letters took a second."""
-    text = "x" * 2**14
-    learnt = train_tokenizer([text], 300)
-    assert max(map(len, learnt.raw.get_vocab())) == 2000
-    assert learnt.decode(learnt.encode(text)) == text
+# ---------------------------------------------------------------- kills
 
 
-def test_parts_of_a_file_that_was_changed_at_the_same_size_are_not_used(texts, alone, tmp_path, monkeypatch):
-    """Lines in another order, say: some would come twice and others never."""
+@pytest.mark.parametrize("changed", ["file", "tokenizer", "option"])
+def test_parts_that_another_input_made_are_not_used(texts, lines, make, tmp_path, monkeypatch, changed):
+    """A file of the same size, say, with lines in another order: some would come twice and others never."""
     monkeypatch.setattr(sources, "UNIT_BYTES", 2_000)
-    file = write_jsonl(tmp_path / "in.jsonl", texts)
-    with patch("data.prepare._write_bucket", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        prepare([str(file)], str(tmp_path / "out"), **alone)
-    before = file.stat()
-    write_jsonl(file, texts[::-1])
-    os.utime(file, ns=(0, before.st_mtime_ns + 10**9))
-    assert file.stat().st_size == before.st_size
-    for name in ("out", "whole"):
-        prepare([str(file)], str(tmp_path / name), **alone)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    with patch("data.prepare._write_bucket", side_effect=KeyboardInterrupt), STOP:
+        make(lines)
+    options: dict[str, Any] = {}
+    if changed == "file":
+        later = lines.stat().st_mtime_ns + 10**9
+        write_jsonl(lines, texts[::-1])
+        os.utime(lines, ns=(0, later))
+    elif changed == "tokenizer":
+        train_tokenizer(texts, 300).save(tmp_path)
+        options["tokenizer"] = tmp_path
+    else:
+        options["max_characters"] = 40
+    assert contents(make(lines, **options)) == contents(make(lines, **options, output="whole"))
 
 
 @pytest.mark.parametrize("progress", ["unit-", "bucket-"])
 def test_after_sigkill_the_same_command_finishes_with_the_same_bytes(
-    texts, tokenizer_folder, tmp_path, monkeypatch, progress
+    lines, make, tokenizer_folder, tmp_path, monkeypatch, progress
 ):
-    file = write_jsonl(tmp_path / "in.jsonl", texts)
-    options = ["--source", str(file), "--tokenizer", str(tokenizer_folder), "--shard-mb=0.02", "--processes=1"]
     monkeypatch.setattr(sources, "UNIT_BYTES", 20_000)
-    main([*options, "--output", str(tmp_path / "whole")])
+    whole = contents(make(lines, shard_mb=0.02, output="whole"))
     output = tmp_path / "killed"
     # It kills itself right after the third record of progress: no race with a process that watches it.
     code = (
@@ -319,7 +341,8 @@ def test_after_sigkill_the_same_command_finishes_with_the_same_bytes(
         "    if len(seen) == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
         "Path.replace = replace\n"
     )
-    killed = start_script(tmp_path / "killed.py", code, *options, "--output", output)
+    options = "--processes=1", "--shard-mb=0.02", f"--tokenizer={tokenizer_folder}"
+    killed = start_script(tmp_path / "killed.py", code, f"--source={lines}", f"--output={output}", *options)
     killed.communicate()
     assert killed.returncode == -signal.SIGKILL
     assert not (output / "manifest.json").exists()
@@ -327,12 +350,11 @@ def test_after_sigkill_the_same_command_finishes_with_the_same_bytes(
     assert len(done) == 3
     watched, real = [], Path.replace
     monkeypatch.setattr(Path, "replace", lambda path, target: (watched.append(target.name), real(path, target)))
-    main([*options, "--output", str(output)])
+    assert contents(make(lines, shard_mb=0.02, output="killed")) == whole
     assert not done & {*watched}, "finished parts are not made again"
-    assert contents(output) == contents(tmp_path / "whole")
 
 
-def test_the_workers_of_a_killed_run_end_with_it(texts, alone, tmp_path):
+def test_the_workers_of_a_killed_run_end_with_it(texts, lines, make, tokenizer_folder, tmp_path):
     """They were stopped before they wrote. If they went on, they would write beside a new start."""
     (tmp_path / "pids").mkdir()
     code = (
@@ -341,11 +363,11 @@ def test_the_workers_of_a_killed_run_end_with_it(texts, alone, tmp_path):
         "    os.kill(os.getpid(), signal.SIGSTOP)\n"
         "prepare._write_sorted = lambda *part: stop()\n"
     )
-    words = f"--source={write_jsonl(tmp_path / 'in.jsonl', texts)}", f"--output={tmp_path / 'out'}", "--processes=2"
-    parent = start_script(tmp_path / "killed.py", code, *words, f"--tokenizer={alone['tokenizer']}")
+    options = "--processes=2", f"--tokenizer={tokenizer_folder}"
+    parent = start_script(tmp_path / "killed.py", code, f"--source={lines}", f"--output={tmp_path / 'out'}", *options)
     while len(pids := [int(file.name) for file in (tmp_path / "pids").iterdir()]) < 2:
         assert parent.poll() is None
-    while not all(state(pid) == "T" for pid in pids):
+    while not all(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "T" for pid in pids):
         pass
     workers = [os.pidfd_open(pid) for pid in pids]
     parent.kill()
@@ -356,54 +378,31 @@ def test_the_workers_of_a_killed_run_end_with_it(texts, alone, tmp_path):
             signal.pidfd_send_signal(worker, signal.SIGKILL)
         os.close(worker)
     assert all(ended)
-    prepare([str(tmp_path / "in.jsonl")], str(tmp_path / "out"), **alone)
-    assert documents_of(tmp_path / "out") == Counter(texts)
-
-
-def state(pid: int) -> str:
-    """Of a process, by proc(5)."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    assert documents_of(make(lines)) == Counter(texts)
 
 
 @pytest.mark.parametrize("cut", ["at the end", "at another start"])
-def test_a_kill_while_parts_are_removed_loses_no_document(texts, alone, tmp_path, monkeypatch, cut):
-    source, output = [str(write_jsonl(tmp_path / "in.jsonl", texts))], str(tmp_path / "out")
+def test_a_kill_while_parts_are_removed_loses_no_document(texts, lines, make, tmp_path, monkeypatch, cut):
     monkeypatch.setattr(sources, "UNIT_BYTES", 5000)
+    at_the_end = cut == "at the end"
 
     def cut_short(parts, **_):
         for file in (*Path(parts).glob("bucket-*"), *Path(parts).glob("unit-000001*")):
             file.unlink()
         raise KeyboardInterrupt
 
-    if cut == "at another start":
-        with patch("data.writer.write_manifest", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            prepare(source, output, **alone)
-    with patch("shutil.rmtree", cut_short), pytest.raises(KeyboardInterrupt):
-        prepare(source, output, **alone, block_mb=8 if cut == "at the end" else 0.01)
-    assert not list(Path(output).glob(".parts/unit-*")) or cut == "at another start", "no start would take them up"
-    prepare(source, output, **alone, overwrite=cut == "at the end")
-    assert documents_of(tmp_path / "out") == Counter(texts)
+    if not at_the_end:
+        with cut_off(), STOP:
+            make(lines)
+    with patch("shutil.rmtree", cut_short), STOP:
+        make(lines, block_mb=8 if at_the_end else 0.01)
+    assert not at_the_end or not [*tmp_path.glob("out/.parts/unit-*")], "no start would take them up"
+    assert documents_of(make(lines, overwrite=at_the_end)) == Counter(texts)
 
 
-def test_the_files_of_others_in_the_folder_are_kept(texts, alone, tmp_path):
-    """Also those that the Hugging Face Hub names much as we name shards."""
-    source, output = write_jsonl(tmp_path / "in.jsonl", texts), tmp_path / "out"
-    output.mkdir()
-    others = ["train-00000-of-00002.parquet", "train-00000.arrow.bak", "train-0.arrow"]
-    shards = ["train-00099.arrow", "train-00099.lengths", ".validation-00001.arrow.tmp", "train-100000.arrow"]
-    for name in (*others, *shards):
-        (output / name).write_bytes(b"old")
-    prepare([str(source)], str(output), **alone)
-    assert all((output / name).read_bytes() == b"old" for name in others)
-    assert not any((output / name).exists() for name in shards)
-
-
-def test_a_worker_that_the_system_kills_is_one_line(texts, tokenizer_folder, tmp_path):
-    source, code = (
-        write_jsonl(tmp_path / "in.jsonl", texts),
-        "prepare._write_sorted = lambda *_: os.kill(os.getpid(), 9)\n",
-    )
-    words = [f"--source={source}", f"--output={tmp_path / 'out'}", f"--tokenizer={tokenizer_folder}", "--processes=2"]
+def test_a_worker_that_the_system_kills_is_one_line(lines, tokenizer_folder, tmp_path):
+    code = "prepare._write_sorted = lambda *_: os.kill(os.getpid(), 9)\n"
+    words = [f"--source={lines}", f"--output={tmp_path / 'out'}", f"--tokenizer={tokenizer_folder}", "--processes=2"]
     process = start_script(tmp_path / "killed.py", code, *words)
     said = process.communicate()[1]
     assert process.returncode == 1
@@ -411,40 +410,57 @@ def test_a_worker_that_the_system_kills_is_one_line(texts, tokenizer_folder, tmp
     assert "Traceback" not in said
 
 
-def test_nothing_is_written_into_a_folder_that_is_written_to(texts, alone, tmp_path):
-    source, output = str(write_jsonl(tmp_path / "in.jsonl", texts)), tmp_path / "out"
-    with writer.locked(output), pytest.raises(DataError, match="/out: another process is writing there"):
-        prepare([source], str(output), **alone)
+def test_the_files_of_others_in_the_folder_are_kept(lines, make, tmp_path):
+    """Also those that the Hugging Face Hub names much as we name shards."""
+    others = ["train-00000-of-00002.parquet", "train-00000.arrow.bak", "train-0.arrow"]
+    shards = ["train-00099.arrow", "train-00099.lengths", ".validation-00001.arrow.tmp", "train-100000.arrow"]
+    (tmp_path / "out").mkdir()
+    for name in (*others, *shards):
+        (tmp_path / "out" / name).write_bytes(b"old")
+    left = contents(make(lines))
+    assert all(left[name] == b"old" for name in others)
+    assert not left.keys() & {*shards}
 
 
-def test_a_finished_dataset_is_replaced_only_when_asked_and_never_read_in_part(texts, alone, tmp_path):
-    given = [str(write_jsonl(tmp_path / "in.jsonl", texts))], str(tmp_path / "out")
-    prepare(*given, **alone)
-    before = contents(tmp_path / "out")
+def test_a_folder_is_written_by_one_process_and_replaced_only_when_asked_and_never_read_in_part(lines, make, tmp_path):
+    with writer.locked(tmp_path / "out"), pytest.raises(DataError, match="/out: another process is writing there"):
+        make(lines)
+    before = contents(make(lines))
     with pytest.raises(DataError, match="already holds a finished dataset; give --overwrite"):
-        prepare(*given, **alone)
+        make(lines)
     assert contents(tmp_path / "out") == before
-    with patch("data.writer.write_manifest", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        prepare(*given, overwrite=True, **alone)
+    with cut_off(), STOP:
+        make(lines, overwrite=True)
     assert not (tmp_path / "out" / "manifest.json").exists()
-    prepare(*given, overwrite=True, **alone)
-    assert contents(tmp_path / "out") == before
+    assert contents(make(lines, overwrite=True)) == before
+
+
+def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """A kill leaves no tokenizer without its eos, and no dataset half."""
+    done, fsync, replace = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+    monkeypatch.setattr(Path, "replace", lambda self, name: (done.append(str(self)), replace(self, name)))
+    write_dataset(tmp_path / "set", [[[1, 2, 0]]], validation=[[5, 0]])
+    synced, named = done[::2], done[1::2]
+    assert synced == named
+    names = [Path(name).name.strip(".").removesuffix(".tmp") for name in named]
+    assert names[:2] == ["tokenizer_config.json", "tokenizer.json"]
+    assert names[2:] == ["train-00000.arrow", "validation-00000.arrow", "blocks.arrow", "manifest.json"]
+
+
+# ---------------------------------------------------------------- mistakes
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl, line at byte 14: must be a JSON object"),
-        ("a.jsonl", b'[{"text": "x"}]', r"a\.jsonl, line at byte 0: must be a JSON object \(an array .* a \.json file"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl, line at byte 14: must be JSON"),
+        ("a.jsonl", b'[{"text": "x"}]', r"a\.jsonl, line at byte 0: must be a JSON object, or a \.json file"),
         ("a.json", b'[{"text": "x"}, ', r"a\.json: cannot be read: JSONDecodeError: .* column 17"),
         ("a.jsonl", b'{"body": "x"}\n', r"line at byte 0: no text under 'text'; it has body; choose with --keys"),
-        (
-            "a.jsonl",
-            b'{"text": "a"}\n{"text": "cut \\ud83d here"}\n',
-            r"a\.jsonl, line at byte 14: .* '\\ud83d' .*surrogates",
-        ),
-        ("a.json", b'[{"text": "x"}, 3]', r"a\.json, record 1: must be a JSON object: 3"),
-        ("a.jsonl", b"\n", "holds no text that can be used: nothing to prepare"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "cut \\ud83d"}\n', r"jsonl, line at byte 14: .* '\\ud83d' .*surrogates"),
+        ("a.json", b'[{"text": "x"}, 3]', r"a\.json, record 1: must be a JSON object, .*: 3"),
+        ("a.jsonl", b"\n", "holds nothing that can be used"),
         ("a.parquet", b"PAR1", r"a\.parquet: cannot be read: .*Parquet file size is 4 bytes"),
         ("a.txt", b"abc\xff", r"a\.txt: .*utf-8.* byte 0xff in position 3"),
         ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz"),
@@ -452,46 +468,43 @@ def test_a_finished_dataset_is_replaced_only_when_asked_and_never_read_in_part(t
 )
 def test_bad_input_is_named(tmp_path, name, content, message, capsys):
     (tmp_path / name).write_bytes(content)
-    words = ["--output", str(tmp_path / "out"), f"--processes={2 if name == 'a.txt' else 1}"]
-    words += ["--source", str(tmp_path / name)]
     with pytest.raises(SystemExit):
-        main(words)
+        main([f"--source={tmp_path / name}", f"--output={tmp_path / 'out'}"])
     assert re.search(f"^error: .*{message}", capsys.readouterr().err, re.MULTILINE)
-    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert not (tmp_path / "out").exists()
 
 
-def test_bad_records_are_left_out_counted_and_listed(texts, alone, tmp_path, monkeypatch, capsys):
+def test_bad_records_are_left_out_counted_and_listed(texts, make, tokenizer_folder, tmp_path, monkeypatch, capsys):
     """The same ones whatever the processes and kills, each with its place, which is counted here."""
     monkeypatch.setattr(sources, "UNIT_BYTES", 3000)
     bad = [b'{"text": "cut \xe2\x82"}', b'{"text": null}', b'{"text": "\\ud83d"}', b"no JSON", b'["text"]']
-    lines = [json.dumps({"text": text}).encode() for text in texts]
+    source = tmp_path / "in.jsonl"
+    content = b""
     expected = []
-    for i, line in enumerate(bad * 3):
-        lines.insert(20 * i + 7, line)
-        expected.append(f"{tmp_path}/in.jsonl, line at byte {sum(len(line) + 1 for line in lines[: 20 * i + 7])}")
-    (tmp_path / "in.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
-    source = str(tmp_path / "in.jsonl")
-    command = ["--source", source, "--tokenizer", alone["tokenizer"], "--output", str(tmp_path / "out"), "--dry-run"]
-    for allowed, code in ((14, 1), (15, 0)):
+    for i, text in enumerate(texts):
+        if i % 80 == 7:
+            expected.append(f"{source}, line at byte {len(content)}")
+            content += bad[i // 80] + b"\n"
+        content += json.dumps({"text": text}).encode() + b"\n"
+    source.write_bytes(content)
+    command = [f"--source={source}", f"--tokenizer={tokenizer_folder}", f"--output={tmp_path / 'out'}", "--dry-run"]
+    for allowed, code in ((4, 1), (5, 0)):
         with pytest.raises(SystemExit) as ended:
             main([*command, f"--skip-bad={allowed}"])
         *said, last = capsys.readouterr().out.splitlines()
         assert [line.split(": ")[0] for line in said] == expected
-        assert (last, ended.value.code) == ("documents 400, bad records 15", code)
+        assert (last, ended.value.code) == ("documents 400, bad records 5", code)
     assert not (tmp_path / "out").exists()
-    made = []
     for processes in (1, 3):
-        output = tmp_path / f"out{processes}"
-        options = alone | {"processes": processes}
-        with pytest.raises(DataError, match="15 bad records are more than --skip-bad 14"):
-            prepare([source], str(output), skip_bad=14, **options)
-        with patch("data.writer.write_manifest", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            prepare([source], str(output), skip_bad=15, **options)
-        assert prepare([source], str(output), skip_bad=15, **options)["bad_records"] == 15
-        assert (output / "bad_records.txt").read_text().splitlines() == said
-        assert documents_of(output) == Counter(texts)
-        made.append(contents(output))
-    assert made[0] == made[1]
+        options = {"output": str(processes), "processes": processes}
+        with pytest.raises(DataError, match="5 bad records are more than --skip-bad 4"):
+            make(source, skip_bad=4, **options)
+        with cut_off(), STOP:
+            make(source, skip_bad=5, **options)
+        made = contents(make(source, skip_bad=5, **options))
+        assert made["bad_records.txt"].decode().splitlines() == said
+        assert json.loads(made["manifest.json"])["bad_records"] == 5
+        assert documents_of(tmp_path / str(processes)) == Counter(texts)
 
 
 @pytest.mark.parametrize(
@@ -508,19 +521,19 @@ def test_bad_records_are_left_out_counted_and_listed(texts, alone, tmp_path, mon
         ("--vocab-size=300 --tokenizer=T", "--vocab-size 300: is to train"),
         ("--eos-token=</s>", "--eos-token </s>: needs --tokenizer"),
         ("--skip-bad=-1", "--skip-bad -1: must be at least 0"),
-        ("--hold-out-pieces", "--hold-out-pieces: needs"),
         ("--keys=a,b", "--keys a,b: must be as many"),
         ("--source=a.txt --keys=body", "--keys body: no effect"),
         ("--separator=x", "--separator 'x': no effect"),
         ("--seq-len=8", "--seq-len 8: no effect with --format text"),
         ("--train-eos", "--train-eos True: no effect with --format text"),
-        ("--format=sft", "--format sft: give the --tokenizer"),
+        ("--dtype=uint16", "--dtype uint16: no effect with --format text"),
+        ("--format=sft", "--format sft: needs the --tokenizer"),
+        ("--format=tokens", "--format tokens: needs the --tokenizer"),
         ("--seq-len=1 --format=chat --tokenizer=T", "--seq-len 1: must be at least 2"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(texts, tokenizer_folder, tmp_path, monkeypatch, flags, message, capsys):
+def test_options_that_make_no_sense_are_refused(lines, tokenizer_folder, tmp_path, monkeypatch, flags, message, capsys):
     monkeypatch.chdir(tmp_path)
-    write_jsonl(tmp_path / "in.jsonl", texts)
     Path("a.txt").write_text("text")
     files = set(tmp_path.iterdir())
     with pytest.raises(SystemExit):
@@ -529,42 +542,65 @@ def test_options_that_make_no_sense_are_refused(texts, tokenizer_folder, tmp_pat
     assert set(tmp_path.iterdir()) == files
 
 
-def test_a_separator_that_does_not_occur_is_told(alone, tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keys": "body"}, "under 'body'"),
+        ({"format": "chat", "seq_len": 8, "keys": "text"}, "must be a list of messages"),
+    ],
+)
+def test_a_mistyped_option_leaves_the_dataset_that_it_was_to_replace(lines, make, tmp_path, options, message):
+    before = contents(make(lines))
+    with pytest.raises(TitaniteError, match=message):
+        make(lines, **options, overwrite=True)
+    assert contents(tmp_path / "out") == before
+
+
+def test_a_separator_that_does_not_occur_is_told(make, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(sources, "UNIT_BYTES", 100)  # the separator of most.txt is in one unit of many
     words = "word " * 100
     contents = {"never.txt": words, "most.txt": f"{words}\n---\n{words}", "end.txt": "one\n---\n", "empty.txt": ""}
     for name, text in contents.items():
         (tmp_path / name).write_text(text)
-    given = [str(tmp_path / "*.txt")], str(tmp_path / "out")
-    options = alone | {"overwrite": True, "separator": "\\n---\\n"}
-    prepare(*given, **options)
+    options = {"overwrite": True, "separator": "\\n---\\n"}
+    assert documents_of(make(tmp_path / "*.txt", **options)) == Counter([words, words, words, "one"])
     undivided = f"does not occur in 1 of 4 texts, such as {tmp_path}/never.txt; each of these is one document"
     assert caplog.messages == [f"--separator '\\n---\\n': {undivided}"]
-    assert documents_of(tmp_path / "out") == Counter([words, words, words, "one"])
     caplog.clear()
     (tmp_path / "never.txt").unlink()
-    prepare(*given, **options)
+    make(tmp_path / "*.txt", **options)
     assert not caplog.messages
 
 
-def test_a_vocabulary_that_a_text_is_too_small_for_is_told(tmp_path, caplog):
+@pytest.mark.parametrize("vocab_size", [300, 258])
+def test_a_vocabulary_that_a_text_is_too_small_for_is_told(tmp_path, caplog, vocab_size):
     (tmp_path / "a.txt").write_text("abab")
-    prepare([str(tmp_path / "a.txt")], str(tmp_path / "out"), vocab_size=300, validation_fraction=0)
-    assert caplog.messages == ["--vocab-size 300: the text has no more than 259 tokens to learn"]
-    caplog.clear()
-    prepare([str(tmp_path / "a.txt")], str(tmp_path / "out"), vocab_size=258, validation_fraction=0, overwrite=True)
-    assert not caplog.messages
+    prepare([str(tmp_path / "a.txt")], str(tmp_path / "out"), vocab_size=vocab_size, validation_fraction=0)
+    told = ["--vocab-size 300: the text has no more than 259 tokens to learn"]
+    assert caplog.messages == told * (vocab_size == 300)
 
 
-def test_compressed_text_makes_as_many_files_as_it_holds_text_for(alone, tmp_path):
+def test_compressed_text_makes_as_many_files_as_it_holds_text_for(make, tmp_path):
     """About: what is compressed counts as five times as long."""
     lines = write_jsonl(tmp_path / "a.jsonl", [f"{i} {'word ' * 40}" for i in range(500)]).read_bytes()
-    compressed = gzip.compress(lines)
-    (tmp_path / "a.jsonl.gz").write_bytes(compressed)
-    megabytes = len(compressed) / 4 * 2 / 2**20  # two bytes for a token, which is about four of text
-    source, output = str(tmp_path / "a.jsonl.gz"), str(tmp_path / "out")
-    manifest = prepare([source], output, shard_mb=megabytes, validation_fraction=0, **alone)
-    assert len(manifest["shards"]) == 5
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
+    megabytes = len(gzip.compress(lines)) / 4 * 2 / 2**20  # two bytes for a token, which is about four of text
+    folder = make(tmp_path / "a.jsonl.gz", shard_mb=megabytes, validation_fraction=0)
+    assert len(list(folder.glob("train-*"))) == 5
+
+
+@pytest.mark.parametrize(
+    ("fraction", "said"),
+    [("0", "nothing is held out: raise"), ("1", "everything is held out: lower"), ("0.5", "")],
+)
+def test_a_split_without_documents_is_told(lines, tokenizer_folder, tmp_path, capsys, fraction, said):
+    words = [f"--output={tmp_path / 'out'}", f"--tokenizer={tokenizer_folder}", f"--validation-fraction={fraction}"]
+    main([f"--source={lines}", *words])
+    found = re.findall(r"^.*held out: \w+", capsys.readouterr().out, re.MULTILINE)
+    assert found == [said] * bool(said)
+
+
+# ---------------------------------------------------------------- kinds of files
 
 
 @pytest.mark.parametrize(("name", "units"), [("array.json.gz", 1), ("array.json", 1), ("lines.json", 2)])
@@ -574,23 +610,10 @@ def test_a_json_file_holds_an_array_or_lines(texts, tmp_path, monkeypatch, name,
     text = "\ufeff \n" + json.dumps(records, indent=2, ensure_ascii=False)
     if name == "lines.json":
         text = "".join(json.dumps(record) + "\n" for record in records)
-    (tmp_path / name).write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    (tmp_path / name).write_bytes(compressed(name, text.encode()))
     monkeypatch.setattr(sources, "UNIT_BYTES", len(text) // 2 + 1)
     assert len(sources.plan_units(sources.list_files([str(tmp_path / name)]))) == units
     assert documents_in(tmp_path / name) == texts
-
-
-@pytest.mark.parametrize(
-    ("fraction", "said"),
-    [("0", "nothing is held out: raise"), ("1", "everything is held out: lower"), ("0.5", "")],
-)
-def test_a_split_without_documents_is_told(texts, alone, tmp_path, capsys, fraction, said):
-    write_jsonl(tmp_path / "in.jsonl", texts)
-    words = [f"--output={tmp_path / 'out'}", f"--tokenizer={alone['tokenizer']}", f"--validation-fraction={fraction}"]
-    main([f"--source={tmp_path / 'in.jsonl'}", *words])
-    lines = [line for line in capsys.readouterr().out.splitlines() if "held out" in line]
-    assert len(lines) == bool(said)
-    assert all(line.startswith(said) for line in lines)
 
 
 @pytest.mark.parametrize(("name", "dialect"), [("a.csv.gz", "excel"), ("a.tsv", "excel-tab")])
@@ -599,33 +622,20 @@ def test_csv_gives_the_records_that_pythons_csv_module_wrote(texts, tmp_path, na
     long = [*texts, "x" * 200_000, 'a "quoted" word,\r\nand a\ttab']
     table = io.StringIO(newline="")
     csv.writer(table, dialect).writerows([["number", "body"], *enumerate(long)])
-    content = table.getvalue().encode("utf-8-sig")
-    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    (tmp_path / name).write_bytes(compressed(name, table.getvalue().encode("utf-8-sig")))
     assert documents_in(tmp_path / name, ["body"]) == long
 
 
-def test_bad_rows_of_csv_are_named(alone, tmp_path):
+def test_bad_rows_of_csv_are_named(make, tmp_path):
     (tmp_path / "bad.csv").write_bytes(b"body,n\none,1\ntwo,2,3\n\xff,4\n,5\nfive\n")
-    options = alone | {"keys": "body", "validation_fraction": 0}
-    prepare([f"{tmp_path}/bad.csv"], str(tmp_path / "out"), skip_bad=2, **options)
-    assert documents_of(tmp_path / "out") == Counter(["one", "five"])
-    surplus, not_utf8 = (tmp_path / "out" / writer.BAD_RECORDS).read_text().splitlines()
+    folder = make(tmp_path / "bad.csv", skip_bad=2, keys="body", validation_fraction=0)
+    assert documents_of(folder) == Counter(["one", "five"])
+    surplus, not_utf8 = (folder / writer.BAD_RECORDS).read_text().splitlines()
     assert surplus == f"{tmp_path}/bad.csv, row 1: has 1 cells more than the first line names"
     assert re.match(r".*bad\.csv, row 2: .*surrogates not allowed", not_utf8)
     (tmp_path / "open.csv").write_text('body\n"never closed\n')
     with pytest.raises(DataError, match=r"open\.csv: cannot be read: ValueError: line 2: unexpected end of data"):
-        prepare([f"{tmp_path}/open.csv"], str(tmp_path / "other"), **options)
-
-
-@pytest.mark.parametrize("kind", ["file", "stream"])
-def test_texts_in_arrow_are_read_as_those_in_parquet(texts, tmp_path, kind):
-    table = pa.table({"n": range(len(texts)), "text": texts})
-    new = {"file": pa.ipc.new_file, "stream": pa.ipc.new_stream}[kind]
-    with new(tmp_path / "a.arrow", table.schema) as file:
-        file.write_table(table, max_chunksize=150)
-    assert documents_in(tmp_path / "a.arrow") == texts
-    with pytest.raises(DataError, match=r"a\.arrow, row 0: no text under 'body'; it has n, text"):
-        documents_in(tmp_path / "a.arrow", ["body"])
+        documents_in(tmp_path / "open.csv", ["body"])
 
 
 def test_a_damaged_page_of_parquet_is_named_where_it_has_a_checksum(tmp_path):
@@ -637,6 +647,9 @@ def test_a_damaged_page_of_parquet_is_named_where_it_has_a_checksum(tmp_path):
     file.write_bytes(damaged)
     with pytest.raises(DataError, match=r"a\.parquet: cannot be read: .*checksum verification failed"):
         documents_in(file)
+
+
+# ---------------------------------------------------------------- which files
 
 
 def test_a_folder_is_read_with_all_below_it_and_what_is_left_out_is_said(tmp_path, caplog):
@@ -653,39 +666,26 @@ def test_a_folder_is_read_with_all_below_it_and_what_is_left_out_is_said(tmp_pat
     assert not caplog.text
 
 
-def test_a_file_is_read_once_whatever_its_names(tmp_path, monkeypatch):
+def test_a_file_is_read_once_whatever_its_names_and_that_is_told(tmp_path, monkeypatch, caplog):
     """Links are followed, to folders, too, as in the Hugging Face cache, where every file of a snapshot is a link."""
-    (tmp_path / "blobs").mkdir()
-    (tmp_path / "blobs" / "0123").write_text("hello")
-    (tmp_path / "snapshot").mkdir()
-    (tmp_path / "snapshot" / "a.txt").symlink_to("../blobs/0123")
-    (tmp_path / "snapshot" / "b.txt").write_text("b")
-    (tmp_path / "link").symlink_to("snapshot")
-    (tmp_path / "all").mkdir()
-    (tmp_path / "all" / "more").symlink_to("../snapshot")
+    for folder in ("blobs", "snapshot", "all"):
+        (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path / "snapshot")
-    names = ["a.txt", "./", "../link", "../link/a.txt", "../l*/../snapshot/*.txt", "../all"]
-    for source in (names, ["../all"], ["./*"]):
+    Path("../blobs/0123").write_text("hello")
+    Path("a.txt").symlink_to("../blobs/0123")
+    Path("b.txt").write_text("b")
+    Path("../link").symlink_to("snapshot")
+    Path("../all/more").symlink_to("../snapshot")
+    names = ["./", "../link", "../l*/../snapshot/*.txt", "../all", f"file://{tmp_path}/link"]
+    for source in (["a.txt", *names], ["../all"], ["./*"]):
         found = sources.list_files(source)
         assert [(Path(file.url).name, file.size) for file in found] == [("a.txt", 5), ("b.txt", 1)]
-    (tmp_path / "snapshot" / "c.txt").symlink_to("../nowhere")
+    told = "files are in the list already, by this or another name; each is read once"
+    repeated = ["1 of 2", *["2 of 2"] * 4]
+    assert caplog.messages == [f"--source {name}: {n} {told}" for name, n in zip(names, repeated, strict=True)]
+    Path("c.txt").symlink_to("../nowhere")
     with pytest.raises(DataError, match=r"cannot be listed: .*No such file or directory: .*c\.txt"):
         sources.list_files(["."])
-
-
-def test_a_file_that_several_sources_name_is_read_once_and_that_is_told(tmp_path, caplog):
-    """By the same path, a link, a hard link or a URL."""
-    write_jsonl(tmp_path / "a.jsonl", ["x"])
-    os.link(tmp_path / "a.jsonl", tmp_path / "hard.jsonl")
-    (tmp_path / "soft.jsonl").symlink_to("a.jsonl")
-    first = str(tmp_path / "a.jsonl")
-    told = "files are in the list already, by this or another name; each is read once"
-    for other in (first, f"{tmp_path}/hard.jsonl", f"{tmp_path}/soft.jsonl", f"file://{first}"):
-        assert [file.url for file in sources.list_files([first, other])] == [first]
-        assert caplog.messages == [f"--source {other}: 1 of 1 {told}"]
-        caplog.clear()
-    assert [file.url for file in sources.list_files([str(tmp_path)])] == [first]
-    assert caplog.messages == [f"--source {tmp_path}: 2 of 3 {told}"]
 
 
 @pytest.mark.parametrize(
@@ -709,9 +709,8 @@ def test_links_that_lead_back_end(tmp_path, monkeypatch, source, names):
     walked = []
     monkeypatch.setattr("os.walk", lambda *top, walk=os.walk, **how: count(walked, walk(*top, **how)))
     found = sources.list_files([f"{tmp_path}/loop{source}"])
-    real = {os.path.relpath(os.path.realpath(file.url), tmp_path / "loop") for file in found}
-    assert real == {*names.split()}
-    assert len(found) == len(real)
+    real = [os.path.relpath(os.path.realpath(file.url), tmp_path / "loop") for file in found]
+    assert sorted(real) == sorted(names.split())
 
 
 def count(steps: list[Any], walk: Iterator[Any]) -> Iterator[Any]:
@@ -751,10 +750,11 @@ def test_lines_of_a_remote_file_are_read_but_not_far_beyond_the_unit_and_an_empt
     assert Store.fetched < 8 * 2**20 < len(Store.content) / 3
     monkeypatch.setattr(Store, "answers", False)
     (table,) = sources.plan_units(sources.list_files(["store://table.csv"]))
-    for silent in (unit, table):
-        name = re.escape(silent.files[0].url)
-        with pytest.raises(DataError, match=f"{name}: cannot be read: the server has sent"):
-            list(sources.documents(silent, ["text"]))
+    (ids,) = sources.plan_units(sources.list_files(["store://ids.bin"]))
+    tokens = token_files.token_documents(ids, token_files.Reading(0, 400, "uint16", "", False))
+    for silent in (sources.documents(unit, ["text"]), sources.documents(table, ["text"]), tokens):
+        with pytest.raises(DataError, match=r"store://.*: cannot be read: the server has sent"):
+            list(silent)
 
 
 def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path):
@@ -767,65 +767,65 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path):
 # ---------------------------------------------------------------- tokenizers
 
 
-def llama3_like(texts, folder: Path, template: str) -> Path:
-    """A byte-level BPE with Llama 3's special tokens and a template."""
-    train_tokenizer(texts, 350).save(folder)
-    raw = RawTokenizer.from_file(str(folder / "tokenizer.json"))
-    names = ["<|begin_of_text|>", "<|end_of_text|>"]
-    raw.add_special_tokens([AddedToken(name, special=True) for name in names])
-    raw.post_processor = TemplateProcessing(template, special_tokens=[(name, raw.token_to_id(name)) for name in names])
-    raw.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").unlink()
-    return folder
-
-
-@pytest.mark.parametrize("template", ["<|begin_of_text|> $A", "<|begin_of_text|> $A <|end_of_text|>"])
-def test_llama3_documents_have_one_bos_and_one_eos(texts, tmp_path, template):
-    """Also where the template itself adds an eos, and where the text spells special tokens out."""
-    tokenizer = load_tokenizer(llama3_like(texts, tmp_path, template))
-    bos, eos = (tokenizer.raw.token_to_id(name) for name in ("<|begin_of_text|>", "<|end_of_text|>"))
-    for text in ["plain", "<|begin_of_text|>spelt out<|end_of_text|>", ""]:
-        (document,) = tokenizer.encode_documents([text])
-        assert (document[0], document[-1]) == (bos, eos) == (tokenizer.prefix[0], tokenizer.eos_id)
-        assert document.count(bos) == document.count(eos) == 1
-        assert tokenizer.decode(document) == text
-        assert tokenizer.encode(text) == document[:-1]
-
-
-def test_which_token_ends_a_document(texts, tmp_path):
-    folder = llama3_like(texts, tmp_path, "$A")
-    assert load_tokenizer(folder).eos_token == "<|end_of_text|>"
-    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|endoftext|>"}}')
-    assert load_tokenizer(folder).eos_token == "<|endoftext|>"
-    assert load_tokenizer(folder, "<|begin_of_text|>").eos_token == "<|begin_of_text|>"
-    with pytest.raises(TitaniteError, match=r"has no token '<pad>'; .*<\|end_of_text\|>"):
-        load_tokenizer(folder, "<pad>")
-
-
-def test_a_text_is_neither_cut_nor_padded_as_its_tokenizer_was_told(texts, tmp_path):
-    """As in the tokenizer.json of many models for search."""
+def with_template(texts, eos: AddedToken, template: str) -> RawTokenizer:
+    """A byte-level BPE with <|begin_of_text|>, <|endoftext|>, `eos` and a template."""
     raw = train_tokenizer(texts, 300).raw
-    raw.enable_truncation(4)
-    raw.enable_padding(length=9)
-    raw.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(tmp_path)
-    for text in ("a", texts[0] * 3):
-        (document,) = tokenizer.encode_documents([text])
-        assert tokenizer.decode(document) == tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def byte_level(texts, token: AddedToken, template: str = "$A") -> RawTokenizer:
-    raw = train_tokenizer(texts, 300).raw
-    raw.add_tokens([token])
+    raw.add_tokens([AddedToken("<|begin_of_text|>", special=True), eos])
     names = [name for name in template.split() if name != "$A"]
     raw.post_processor = TemplateProcessing(template, special_tokens=[(name, raw.token_to_id(name)) for name in names])
     return raw
 
 
+END = AddedToken("<|end_of_text|>", special=True)
+
+
+@pytest.mark.parametrize(
+    ("template", "bos"),
+    [
+        ("<|begin_of_text|> $A", "<|begin_of_text|>"),
+        ("<|begin_of_text|> $A <|end_of_text|>", "<|begin_of_text|>"),  # adds an eos itself
+        ("<|end_of_text|> $A", None),  # OPT's and GPT-2's bos is their eos
+        ("<|end_of_text|> <|endoftext|> $A <|end_of_text|>", "<|endoftext|>"),
+    ],
+)
+def test_documents_have_the_bos_of_the_template_and_one_eos(texts, template, bos):
+    """Also where the text spells special tokens out, or is longer than its tokenizer was told to cut and pad it to."""
+    raw = with_template(texts, END, template)
+    raw.enable_truncation(4)
+    raw.enable_padding(length=9)
+    tokenizer = Tokenizer(raw, END.content)
+    assert [raw.id_to_token(token) for token in tokenizer.prefix] == [bos][: bos is not None]
+    for text in ["a", "<|begin_of_text|>spelt out<|end_of_text|>", "", texts[0] * 3]:
+        (document,) = tokenizer.encode_documents([text])
+        assert document.index(tokenizer.eos_id) == len(document) - 1
+        assert document.count(raw.token_to_id("<|begin_of_text|>")) == (bos == "<|begin_of_text|>")
+        assert tokenizer.decode(document) == text
+        assert tokenizer.encode(text) == document[:-1]
+
+
+def test_which_token_ends_a_document_and_which_template_a_tokenizer_has(texts, tmp_path):
+    """A template in a file of its own goes first, as in transformers."""
+    with_template(texts, END, "$A").save(str(tmp_path / "tokenizer.json"))
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    for declared, eos, template in (
+        ({}, "<|end_of_text|>", ""),
+        ({"eos_token": {"content": "<|endoftext|>"}, "chat_template": "one"}, "<|endoftext|>", "one"),
+        ({"eos_token": None, "chat_template": several}, "<|end_of_text|>", "plain"),
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
+        tokenizer = load_tokenizer(tmp_path)
+        assert (tokenizer.eos_token, tokenizer.chat_template) == (eos, template)
+    (tmp_path / "chat_template.jinja").write_text("file")
+    tokenizer = load_tokenizer(tmp_path, "<|begin_of_text|>")
+    assert (tokenizer.eos_token, tokenizer.chat_template) == ("<|begin_of_text|>", "file")
+    with pytest.raises(TitaniteError, match=r"has no token '<pad>'; .*<\|end_of_text\|>"):
+        load_tokenizer(tmp_path, "<pad>")
+
+
 @pytest.mark.parametrize("kind", ["not special", "Unigram", "between spaces"])
 def test_a_token_that_a_text_can_spell_out_does_not_end_documents(texts, kind):
     if kind == "not special":
-        raw = byte_level(texts, AddedToken("</s>", special=False))
+        raw = with_template(texts, AddedToken("</s>", special=False), "$A")
     elif kind == "Unigram":
         pieces = [("<unk>", 0.0), ("</s>", 0.0), *((letter, -5.0) for letter in "▁a</s>")]
         raw = RawTokenizer(models.Unigram(pieces, unk_id=0))
@@ -838,112 +838,86 @@ def test_a_token_that_a_text_can_spell_out_does_not_end_documents(texts, kind):
         Tokenizer(raw, "</s>", "mine")
 
 
-@pytest.mark.parametrize(("template", "bos"), [("</s> $A", []), ("</s> <|endoftext|> $A </s>", ["<|endoftext|>"])])
-def test_an_eos_that_the_template_puts_before_a_text_is_left_out(texts, template, bos):
-    """OPT's and GPT-2's bos is their eos."""
-    raw = byte_level(texts, AddedToken("</s>", special=True), template)
-    tokenizer = Tokenizer(raw, "</s>")
-    assert [raw.id_to_token(token) for token in tokenizer.prefix] == bos
-    (document,) = tokenizer.encode_documents(["text"])
-    assert document.count(tokenizer.eos_id) == 1
-    assert document[-1] == tokenizer.eos_id
-
-
-def test_which_template_a_tokenizer_has(tokenizer_folder, tmp_path):
-    """A file of its own goes first, as in transformers."""
-    folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
-    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    for declared, expected in ((None, ""), ("one", "one"), (several, "plain")):
-        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": None, "chat_template": declared}))
-        assert load_tokenizer(folder).chat_template == expected
-    (folder / "chat_template.jinja").write_text("file")
-    assert load_tokenizer(folder).chat_template == "file"
+def test_a_tokenizer_is_learnt_from_pieces_of_a_very_long_word():
+    """The time to learn from a word grows with the square of its length: 40,000 letters took a second."""
+    text = "x" * 2**14
+    learnt = train_tokenizer([text], 300)
+    assert max(map(len, learnt.raw.get_vocab())) == 2000
+    assert learnt.decode(learnt.encode(text)) == text
 
 
 # ---------------------------------------------------------------- other projects' tokens
 
 
-def test_token_ids_are_converted_with_one_eos_for_each_document(texts, tokenizer_folder, tmp_path, monkeypatch):
-    """The last one may lack it."""
+@pytest.fixture
+def take(make) -> Make:
+    """Prepares files of tokens, all for training."""
+    return lambda *given, **options: make(*given, **{"format": "tokens", "validation_fraction": 0} | options)
+
+
+def tokens_of(folder: Path, split: str = "train") -> Counter[tuple[int, ...]]:
+    return Counter(map(tuple, chain.from_iterable(stored_blocks(folder, split))))
+
+
+def test_tokens_become_documents_with_one_eos_each(texts, tokenizer_folder, take, tmp_path, monkeypatch):
+    """The last one may lack it. Some are held out, and a file of nothing but eos gives none."""
     tokenizer = load_tokenizer(tokenizer_folder)
-    documents, eos = [tokenizer.encode(text) for text in texts], tokenizer.eos_id
+    documents = [tokenizer.encode(text) for text in texts]
+    eos = tokenizer.eos_id
     ids = [eos, 5, 6, eos, 7, eos, eos, 8, eos, *chain.from_iterable([*document, eos] for document in documents)]
     np.array(ids[:-1], "<u2").tofile(tmp_path / "a.bin")
-    monkeypatch.setattr(convert_module, "IDS_AT_ONCE", 7)
-    source, output = str(tmp_path / "a.bin"), tmp_path / "out"
-    options = {"dtype": "uint16", "shard_mb": 0.01, "validation_fraction": 0.1}
-    manifest = convert([source], str(output), str(tokenizer_folder), **options)
-    stored = {split: [tuple(d) for block in stored_blocks(output, split) for d in block] for split in SPLITS}
-    assert Counter(stored["train"] + stored["validation"]) == Counter((*d, eos) for d in [[5, 6], [7], [8], *documents])
-    assert 15 < len(stored["validation"]) < 75
-    sizes = [shard["tokens"] * 2 / 2**20 for shard in manifest["shards"] if shard["split"] == "train"]
-    assert len(sizes) > 1
-    assert all(0.01 <= size < 0.012 for size in sizes[:-1])
-    verify.main([str(output)])
+    np.array([eos] * 9, "<u2").tofile(tmp_path / "b.bin")
+    monkeypatch.setattr(token_files, "PIECE_BYTES", 14)
+    folder = take(tmp_path / "*.bin", dtype="uint16", validation_fraction=0.1, shard_mb=0.01)
+    train, held_out = tokens_of(folder), tokens_of(folder, "validation")
+    assert train + held_out == Counter((*d, eos) for d in [[5, 6], [7], [8], *documents])
+    assert 15 < held_out.total() < 75
+    assert len(list(folder.glob("train-*"))) == round(0.9 * 2 * len(ids) / 2**20 / 0.01)
+    verify.main([str(folder)])
 
 
 def llm_c_header(magic: int, dtype: str, ids: list[int]) -> bytes:
     return np.array([magic, 1, len(ids), *[0] * 253], "<i4").tobytes() + np.array(ids, dtype).tobytes()
 
 
-@pytest.mark.parametrize("layout", ["<u4", "<i8", "GPT-2 header", "Llama 3 header", "npy"])
-def test_ids_are_read_as_they_were_written(layout, tmp_path):
+@pytest.mark.parametrize("layout", ["uint32", "uint64", "GPT-2 header", "Llama 3 header", "npy"])
+def test_ids_are_read_as_they_were_written(layout, take, tmp_path):
     rng = random.Random(0)
-    documents = [[*(rng.randrange(1, 399) for _ in range(rng.randint(2, 20))), 0] for _ in range(50)]
+    documents = [(*(rng.randrange(1, 399) for _ in range(rng.randint(2, 20))), 0) for _ in range(50)]
     ids = list(chain.from_iterable(documents))
+    file = tmp_path / "a.bin"
     headers = {"GPT-2 header": (20240520, "<u2"), "Llama 3 header": (20240801, "<u4")}
-    options = {}
-    with (tmp_path / "a.bin").open("wb") as file:
-        if layout == "npy":
-            np.save(file, np.array(ids, "<i4"))
-        elif layout in headers:
-            file.write(llm_c_header(*headers[layout], ids))
-        else:
-            file.write(np.array(ids, layout).tobytes())
-            options["dtype"] = layout.replace("<u4", "uint32").replace("<i8", "uint64")
-    word_tokenizer(400).save(tmp_path)
-    convert([str(tmp_path / "a.bin")], str(tmp_path / "out"), str(tmp_path), validation_fraction=0, **options)
-    assert [d for block in stored_blocks(tmp_path / "out") for d in block] == documents
+    if layout == "npy":
+        with file.open("wb") as stream:
+            np.save(stream, np.array(ids, "<i4"))
+    elif layout in headers:
+        file.write_bytes(llm_c_header(*headers[layout], ids))
+    else:
+        np.array(ids, layout.removeprefix("u")).tofile(file)  # signed, which has the same bits
+    assert tokens_of(take(file, dtype=layout if "uint" in layout else None)) == Counter(documents)
 
 
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        (b"\0\0", {}, r"--source .*a\.bin: holds no documents"),
+        (b"\0\0", {}, "the input holds nothing that can be used"),
         (b"\1\0\x90\1", {}, r"a\.bin: token 1: id 400 is not in the tokenizer's vocabulary of 400"),
         (b"\1\1\2\1" * 9, {}, r"a\.bin: none of its 18 ids ends a document, as 0 would"),
-        (b"\1\0\0\0", {"dtype": ""}, r"a\.bin: name the --dtype of its ids, one of uint8, uint16"),
+        (b"\1\0\0\0", {"dtype": None}, r"a\.bin: name the --dtype of its ids, one of uint8, uint16"),
         (llm_c_header(20240520, "<u4", [7, 8, 0]), {}, r"a\.bin: its header says 3 ids of uint16, it holds 6"),
         (llm_c_header(20240801, "<u4", [7, 8, 0]), {}, r"a\.bin: --dtype uint16: its header says uint32"),
         (b"PAR1", {}, r"a\.bin: --dtype uint16 is for files of bare ids"),
         (b"odd", {}, r"a\.bin: cannot be read: .*multiple"),
-        (b"\1\0\0\0", {"packed": True}, r"a\.bin: --column and --packed are for Arrow and Parquet"),
+        (b"\1\0\0\0", {"packed": True}, r"a\.bin: --keys and --packed are for Arrow and Parquet"),
+        (b"\1\0\0\0", {"name": "a.bin.gz"}, r"a\.bin\.gz: tokens are read from files that are not compressed"),
     ],
 )
-def test_tokens_that_cannot_be_converted_are_named(tokenizer_folder, tmp_path, content, options, message):
-    (tmp_path / "a.bin").write_bytes(content)
+def test_tokens_that_cannot_be_used_are_named(take, tmp_path, content, options, message):
+    file = tmp_path / options.pop("name", "a.bin")
+    file.write_bytes(content)
     with pytest.raises(DataError, match=message):
-        convert(
-            [str(tmp_path / "a.bin")], str(tmp_path / "out"), str(tokenizer_folder), **{"dtype": "uint16"} | options
-        )
+        take(file, **{"dtype": "uint16"} | options)
     assert not (tmp_path / "out").exists()
-
-
-TABLES = {
-    "Arrow file": ("a.arrow", pa.ipc.new_file),
-    "Arrow stream": ("a.arrow", pa.ipc.new_stream),
-    "unnamed Arrow file": ("a.tokens", pa.ipc.new_file),
-    "Parquet": ("a.parquet", pq.ParquetWriter),
-}
-
-
-def write_table(folder: Path, kind: str, columns: dict[str, pa.Array]) -> str:
-    name, writer_of = TABLES[kind]
-    table = pa.table(columns)
-    with writer_of(folder / name, table.schema) as file:
-        for first in range(0, len(table), 3):  # several batches
-            file.write_table(table.slice(first, 3))
-    return str(folder / name)
 
 
 @pytest.mark.parametrize("kind", TABLES)
@@ -952,71 +926,30 @@ def write_table(folder: Path, kind: str, columns: dict[str, pa.Array]) -> str:
     [pa.list_(pa.int8()), pa.large_list(pa.uint64()), pa.list_(pa.int32(), 3)],
     ids=["list", "large", "fixed"],
 )
-def test_tokens_in_tables_are_documents_by_the_row(kind, list_of, tokenizer_folder, tmp_path):
+def test_tokens_in_tables_are_documents_by_the_row(kind, list_of, take, tmp_path):
     rows = [[5, 6, 0], [7, 8, 9], [3, 0, 4], [1, 0, 2], [0, 0, 0]]  # 0 is eos
     rows += [None] * (kind != "Parquet")  # it has no fixed lists with null
-    source = write_table(tmp_path, kind, {"n": pa.array(range(len(rows))), "input_ids": pa.array(rows, list_of)})
-    convert([source], str(tmp_path / "out"), str(tokenizer_folder), validation_fraction=0)
-    assert stored_blocks(tmp_path / "out") == [[[5, 6, 0], [7, 8, 9, 0], [3, 0], [4, 0], [1, 0], [2, 0]]]
-    convert([source], str(tmp_path / "out"), str(tokenizer_folder), validation_fraction=0, packed=True, overwrite=True)
-    assert stored_blocks(tmp_path / "out") == [[[5, 6, 0], [7, 8, 9, 3, 0], [4, 1, 0], [2, 0]]]
+    file = write_table(tmp_path, kind, n=range(len(rows)), input_ids=pa.array(rows, list_of))
+    each = Counter([(5, 6, 0), (7, 8, 9, 0), (3, 0), (4, 0), (1, 0), (2, 0)])
+    assert tokens_of(take(file)) == each
+    packed = Counter([(5, 6, 0), (7, 8, 9, 3, 0), (4, 1, 0), (2, 0)])
+    assert tokens_of(take(file, packed=True, overwrite=True)) == packed
 
 
 @pytest.mark.parametrize(
     ("columns", "options", "message"),
     [
         ({"n": [1], "text": ["a"]}, {}, r"one column of lists of integers; it has n \(int64\), text \(string\)"),
-        ({"ids": [[1]], "mask": [[1]]}, {}, r"--column \['ids', 'mask'\]: must be one column .*; it has ids \(list"),
-        ({"ids": [[1]]}, {"column": "id"}, r"--column id: must be one column of lists of integers; it has ids \(list"),
+        ({"ids": [[1]], "mask": [[1]]}, {}, r"--keys \['ids', 'mask'\]: must be one column .*; it has ids \(list"),
+        ({"ids": [[1]]}, {"keys": "id"}, r"--keys id: must be one column of lists of integers; it has ids \(list"),
         ({"ids": [[1, None]]}, {}, "column 'ids' holds null in place of an id"),
         ({"ids": [[1], [2, -1]]}, {}, r"token 2: id -1 is not in the tokenizer's vocabulary of 400, read as int64"),
         ({"ids": [[1]] * 8 + [[2, 400]]}, {}, "token 9: id 400 is not in the tokenizer's vocabulary of 400"),
         ({"ids": [[1, 2]]}, {"packed": True}, "none of its 2 ids ends a document"),
     ],
 )
-def test_tables_without_tokens_say_what_they_hold(columns, options, message, tokenizer_folder, tmp_path):
-    source = write_table(tmp_path, "Parquet", {name: pa.array(values) for name, values in columns.items()})
+def test_tables_without_tokens_say_what_they_hold(columns, options, message, take, tmp_path):
+    source = write_table(tmp_path, "Parquet", **columns)
     with pytest.raises(DataError, match=f"{source}: .*{message}"):
-        convert([source], str(tmp_path / "out"), str(tokenizer_folder), **options)
+        take(source, **options)
     assert not (tmp_path / "out").exists()
-
-
-def test_files_of_ids_that_are_empty_or_named_twice_are_told(tokenizer_folder, tmp_path, monkeypatch, caplog):
-    monkeypatch.chdir(tmp_path)
-    for name, ids in (("a.bin", [0, 0]), ("b.bin", [5, 6, 0, 7, 8, 0])):
-        np.array(ids, "<u2").tofile(name)
-    Path("link.bin").symlink_to("b.bin")
-    options = {"tokenizer": str(tokenizer_folder), "dtype": "uint16", "validation_fraction": 0}
-    with pytest.raises(DataError, match=r"--source link\.bin: is the same file as b\.bin"):
-        convert(["b.bin", "link.bin"], "out", **options)
-    convert(["a.bin", "b.bin"], "out", **options)
-    assert stored_blocks(Path("out")) == [[[5, 6, 0], [7, 8, 0]]]
-    assert caplog.messages == ["--source a.bin: holds no documents"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"keys": "body"}, "under 'body'"),
-        ({"format": "chat", "seq_len": 8, "keys": "text"}, "must be a list of messages"),
-    ],
-)
-def test_a_mistyped_option_leaves_the_dataset_that_it_was_to_replace(alone, tmp_path, options, message):
-    given = [str(write_jsonl(tmp_path / "in.jsonl", ["some text"] * 99))], str(tmp_path / "out")
-    prepare(*given, **alone)
-    before = contents(tmp_path / "out")
-    with pytest.raises(TitaniteError, match=message):
-        prepare(*given, **alone, **options, overwrite=True)
-    assert contents(tmp_path / "out") == before
-
-
-def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-    synced, named, fsync, replace = [], [], os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
-    monkeypatch.setattr(Path, "replace", lambda self, name: (named.append(str(self)), replace(self, name)))
-    write_dataset(tmp_path / "set", [[[1, 2, 0]]], validation=[[5, 0]])
-    assert len(named) == 6
-    assert synced == named
-    names = [Path(name).name for name in named]  # a kill leaves no tokenizer without its eos, and no dataset half
-    assert names.index(".tokenizer_config.json.tmp") < names.index(".tokenizer.json.tmp")
-    assert names[-2:] == [".blocks.arrow.tmp", ".manifest.json.tmp"]
