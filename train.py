@@ -97,12 +97,12 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         logger.info(f"float8: {summarize(*converted)}")
     groups = summarize_groups(model, config.optimizer)
 
-    def check_places_of_run(folder: Path) -> list[str]:  # on rank 0, before a byte is written
+    def check_run(folder: Path) -> list[str]:  # on rank 0, before a byte is written
         data.check_run(folder)
         check_optim(config, folder)
         return check_checkpoints(config, identity, folder, data, environment.job)
 
-    with TrainingRun(config, environment, dims, data, identity, check_places_of_run) as run:
+    with TrainingRun(config, environment, dims, data, identity, check_run) as run:
         # -- model, optimizer, checkpoint
         device = run.device
         mesh = run.mesh

@@ -221,12 +221,13 @@ def main(argv: list[str]) -> None:
     trained = load_from_arguments(arguments)
     values = settings.read_recorded(trained.manifest.get("config", "").encode(), trained.place)
     recorded = "seq_len" in values.get("training", {})
-    if arguments.max_samples is not None:
-        values.setdefault("validation", {})["max_samples"] = arguments.max_samples
-    if arguments.seq_len is not None:
-        values.setdefault("training", {})["seq_len"] = arguments.seq_len
-    if arguments.batch_size is not None:
-        values.setdefault("training", {})["local_batch_size"] = arguments.batch_size
+    for section, name, value in (
+        ("validation", "max_samples", arguments.max_samples),
+        ("training", "seq_len", arguments.seq_len),
+        ("training", "local_batch_size", arguments.batch_size),
+    ):
+        if value is not None:
+            values.setdefault(section, {})[name] = value
     config = settings.from_dict(values)
     datasets = arguments.datasets
     if not datasets and values.get("data"):

@@ -118,7 +118,7 @@ def _check_beginning(config: Config, identity: dict[str, Any], parent: Parent | 
         if not fork:
             return
         if data:
-            data.check_place(opened.manifest.get("dataloader", {}))
+            data.check_position(opened.manifest.get("dataloader", {}))
         step = opened.manifest["step"]
         steps = config.training.steps
         if step >= steps:

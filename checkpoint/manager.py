@@ -30,7 +30,7 @@ from checkpoint.ranks import Ranks
 from checkpoint.retention import Retention, check_room
 from checkpoint.state import Staging, model_tensors, optimizer_tensors, random_state, tensors_to_fill
 from config import Config, TitaniteError, to_toml
-from data.ledger import saved_place
+from data.ledger import saved_position
 from storage import LocalStore, Store, StoreError, join
 from storage.records import write_atomically
 
@@ -188,7 +188,7 @@ class CheckpointManager:
         opened, _ = self._load_all(self._locate(fork))
         manifest = opened.manifest
         logger.info(f"branched from {opened.url}, world size {manifest['world_size']} then")
-        tokens = saved_place(manifest["dataloader"]).tokens
+        tokens = saved_position(manifest["dataloader"]).tokens
         self._record_parent(Parent(split_place(fork)[0], manifest["step"], manifest.get("run", ""), tokens))
 
     def _record_parent(self, parent: Parent | None) -> None:

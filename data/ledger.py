@@ -1,14 +1,14 @@
 """Where a run stands in its data, and the ledger of what each data-parallel rank was given. Imports no torch.
 
-A ledger such as `data/rank-00000.jsonl` in the run folder has a line for every start, with the place it continues from,
-and one for every step, with a checksum of the rank's tokens. tools.audit proves by it what a run was trained on.
+A ledger such as `data/rank-00000.jsonl` in the run folder has a line for every start, with the position it continues
+from, and one for every step: the tokens that the run had consumed before it, and a checksum of the rank's own.
+tools.audit proves by it what a run was trained on.
 """
 
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,8 +52,8 @@ def grad_accum_steps(training: Training, dp: int) -> int:
     return accumulation
 
 
-class Place(NamedTuple):
-    """A place in the order: what decides the order, and how far it has been consumed."""
+class Position(NamedTuple):
+    """A position in the data: what decides the order, and how far it has been consumed."""
 
     seed: int
     window_blocks: int
@@ -72,7 +72,7 @@ class Place(NamedTuple):
         return self.earlier | dict(zip(self.segment.datasets, self.segment.consumed(self.samples), strict=True))
 
     def state(self) -> dict[str, Any]:
-        """The place as plain JSON. The order of the datasets is part of it."""
+        """The position as plain JSON. The order of the datasets is part of it."""
         segment = self.segment
         return {
             "version": STATE_VERSION,
@@ -84,8 +84,8 @@ class Place(NamedTuple):
             "earlier": dict(self.earlier),
         }
 
-    def resumed(self, saved: "Place") -> "Place":
-        """The place from which a run with these settings continues `saved`. Raises DataError for another order.
+    def resumed(self, saved: "Position") -> "Position":
+        """The position from which a run with these settings continues `saved`. Raises DataError for another order.
 
         A change of seq_len, weights or datasets begins a new segment there, in which no token comes again.
         """
@@ -99,41 +99,41 @@ class Place(NamedTuple):
         return saved._replace(segment=self.segment._replace(starts=starts), samples=0, earlier=tokens)
 
 
-def first_place(config: Config, datasets: Sequence[Dataset]) -> Place:
+def first_position(config: Config, datasets: Sequence[Dataset]) -> Position:
     """The beginning of a new run."""
     weights = config.data.weights or [dataset.split("train").total_tokens for dataset in datasets]
     total = math.fsum(weights)  # exact; `sum` rounds differently since Python 3.12, and the last bit decides ties
     shares = tuple(weight / total for weight in weights)
     names = tuple(dataset.hash for dataset in datasets)
     segment = Segment(names, shares, (0,) * len(names), config.training.seq_len)
-    return Place(config.run.seed, config.data.window_blocks, segment, 0, {})
+    return Position(config.run.seed, config.data.window_blocks, segment, 0, {})
 
 
-def saved_place(state: Mapping[str, Any]) -> Place:
-    """The place that `Place.state` recorded. Raises DataError for another version's."""
+def saved_position(state: Mapping[str, Any]) -> Position:
+    """The position that `Position.state` recorded. Raises DataError for another version's."""
     version = state.get("version")
     if version != STATE_VERSION:
         advice = "start a new run, with checkpoint.initial_load"
         raise DataError(f"data state: of version {version}, this code reads {STATE_VERSION}; {advice}")
     names, starts, weights = zip(*state["datasets"], strict=True)
     segment = Segment(names, weights, starts, state["seq_len"])
-    return Place(state["seed"], state["window_blocks"], segment, state["samples"], dict(state["earlier"]))
+    return Position(state["seed"], state["window_blocks"], segment, state["samples"], dict(state["earlier"]))
 
 
 class Ledger:
     """Appends to the file of one rank. Every line is flushed to the operating system at once."""
 
     def __init__(self, path: Path, start: Mapping[str, Any], writing: Callable[..., AbstractContextManager[None]]):
-        """Record a start, whose place makes void earlier records beyond it."""
+        """Record a start, whose position makes void earlier records beyond it."""
         with file_errors(path):  # on nodes other than rank 0's this is the first that is written
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_records(path)
         self._writing, self._start_id = writing, start["id"]
         self._write(start)
 
-    def step(self, first: int, tokens: Iterable[np.ndarray]) -> None:
-        """Record a step that begins at sample `first` of the segment, with `tokens` of the rank's microbatches."""
-        self._write({"first": first, "crc32": checksum(tokens), "id": self._start_id})
+    def step(self, begin: int, tokens: Iterable[np.ndarray]) -> None:
+        """Record a step that begins at token `begin` of the run, with `tokens` of the rank's microbatches."""
+        self._write({"tokens": begin, "crc32": checksum(tokens), "id": self._start_id})
 
     def close(self) -> None:
         with self._writing(self._file.name):
@@ -152,43 +152,36 @@ def checksum(tokens: Iterable[np.ndarray], crc: int = 0) -> int:
     return crc
 
 
-class Step(NamedTuple):
-    """A step in the ledger."""
+class Start(NamedTuple):
+    """A start in the ledger of a rank."""
 
-    began: Place  # where its start continued from: the same object for all steps of a start
+    id: str  # the same on all ranks
+    began: Position  # where it continued from
     shape: StepShape
-    urls: dict[str, str]  # hash → URL of the start's datasets
-    first: int  # samples of the segment consumed before it
-    crc32: int
+    urls: dict[str, str]  # hash → URL of its datasets
+    checksums: list[int]  # of the rank's tokens in each step
 
     @property
-    def place(self) -> Place:
-        """Where the run stood before the step."""
-        return self.began._replace(samples=self.first)
-
-    @property
-    def end(self) -> Place:
-        """Where the run stood after the step."""
-        return self.began._replace(samples=self.first + self.shape.samples)
+    def tokens_per_step(self) -> int:
+        return self.shape.samples * self.began.segment.seq_len
 
 
-def read_ledger(path: Path) -> tuple[list[Step], Place | None]:
-    """The steps of one rank, start by start, and where its last start continued from, even if it ran none.
-
-    None: there was no start. A start that was taken for lost may have gone on beside the next one: its steps stand
-    before that one's. Raises ValueError, KeyError or TypeError if the file is no ledger. Without a file nothing ran.
-    """
-    starts: list[list[Step]] = []
-    by_id: dict[str, tuple[dict[str, Any], list[Step]]] = {}  # what a start's steps share, and its steps
-    began = None
-    for line in read_records(path):
-        start_id = line.get("id", "")
-        if "start" in line:
-            began = saved_place(line["start"])
-            shared = {"began": began, "shape": StepShape(**line["shape"]), "urls": line["urls"]}
-            starts.append([])
-            by_id[start_id] = shared, starts[-1]
-        else:
-            shared, steps = by_id[start_id]
-            steps.append(Step(**shared, first=line["first"], crc32=int(line["crc32"])))
-    return [*chain.from_iterable(starts)], began
+def read_ledger(path: Path) -> dict[str, Start]:
+    """Id → start, in order, of one rank; {} without a file. Raises DataError unless a start's steps are consecutive."""
+    starts: dict[str, Start] = {}
+    try:
+        for line in read_records(path):
+            start_id = line["id"]
+            if "start" in line:
+                began = saved_position(line["start"])
+                starts[start_id] = Start(start_id, began, StepShape(**line["shape"]), line["urls"], [])
+                continue
+            start = starts[start_id]
+            due = start.began.tokens + len(start.checksums) * start.tokens_per_step
+            if line["tokens"] != due:
+                found = f"a step from token {line['tokens']:,} on, where the one from {due:,} on is due"
+                raise DataError(f"{path}: {found}")
+            start.checksums.append(int(line["crc32"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path}: not a ledger: {type(error).__name__} {error}") from None
+    return starts

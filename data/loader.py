@@ -5,11 +5,11 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from config import Config, ConfigError, file_errors
-from data.ledger import Ledger, StepShape, first_place, grad_accum_steps, saved_place
+from data.ledger import Ledger, StepShape, first_position, grad_accum_steps, saved_position
 from data.shards import DataError, Split, check_datasets, open_dataset, with_chat_template
 from data.stream import Stream
 from data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
     tokens: torch.Tensor
     labels: torch.Tensor  # the next token; IGNORED where nothing is trained
-    positions: torch.Tensor | None  # restart at each document with data.mask_documents, None without
+    positions: torch.Tensor | None = None  # restart at each document with data.mask_documents, None without
 
     def to(self, device: torch.device) -> "Batch":
         """The batch on `device`. A copy from pinned memory does not make the host wait."""
@@ -49,7 +49,7 @@ class Batch(NamedTuple):
 class DataLoader:
     """The batches of data-parallel rank `dp_rank` of `dp_size`, as a function of the number of samples consumed.
 
-    The place counts only what `next_step` has returned, not what was read ahead. It is the same on all ranks, so its
+    The position counts only what `next_step` has returned, not what was read ahead. It is the same on all ranks, so its
     state fits any number of ranks and any batch size. Raises DataError, ConfigError.
     """
 
@@ -58,21 +58,18 @@ class DataLoader:
         self._config = config
         if config.run.folder:
             self.check_run(Path(config.run.folder))
-        self._place = first_place(config, self._datasets)
+        self._position = first_position(config, self._datasets)
         self.vocab_size: int = self._datasets[0].vocab_size  # of the tokenizer that all datasets share
         self.wait_seconds: float = 0.0
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
-        self._streams = []
-        for dataset in self._datasets:
-            split = dataset.split("train")
-            order = config.run.seed, config.data.window_blocks
-            self._streams.append(Stream(split, dataset.hash, self._readers, *order))
+        order = config.run.seed, config.data.window_blocks
+        self._streams = [Stream(own.split("train"), own.hash, self._readers, *order) for own in self._datasets]
         accum_steps = grad_accum_steps(config.training, dp_size)
         self._shape = StepShape(dp_size, config.training.local_batch_size, accum_steps)
         self.tokens_per_step: int = self._shape.samples * config.training.seq_len  # over all ranks
         self._dp_rank = dp_rank
         self._pin_memory = pin_memory
-        self._upcoming: Iterator[list[Batch]] | None = None  # each step's microbatches, from the place on
+        self._upcoming: Iterator[list[Batch]] | None = None  # each step's microbatches, from the position on
         self._ahead: deque[Future[list[Batch]]] = deque()  # the next steps, which a thread makes
         self._prefetcher = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
         self._ledger: Ledger | None = None
@@ -85,9 +82,9 @@ class DataLoader:
             data = f"{self._datasets[0].url} was made with; prepare the data with --tokenizer {folder}"
             raise ConfigError(f"{folder}: this run began with another tokenizer than {data}, or begin a new run")
 
-    def check_place(self, state: dict[str, Any]) -> None:
-        """Raise DataError for a place of another run that this one cannot go on from."""
-        self._place.resumed(saved_place(state))
+    def check_position(self, state: dict[str, Any]) -> None:
+        """Raise DataError for the position of another run that this one cannot go on from."""
+        self._position.resumed(saved_position(state))
 
     def check_ranks(self) -> None:
         """Raise ConfigError on all ranks, naming the setting, if ranks have different data or settings. Collective."""
@@ -116,11 +113,11 @@ class DataLoader:
                 self._ahead.append(self._prefetcher.submit(next, self._upcoming))
             batches = self._ahead.popleft().result() if depth else next(self._upcoming)
             if self._ledger:
-                self._ledger.step(self._place.samples, (batch.tokens.numpy() for batch in batches))
+                self._ledger.step(self._position.tokens, (batch.tokens.numpy() for batch in batches))
         except BaseException:
             self._stop_prefetch()  # the next call tries the same step again
             raise
-        self._place = self._place._replace(samples=self._place.samples + self._shape.samples)
+        self._position = self._position._replace(samples=self._position.samples + self._shape.samples)
         self.wait_seconds = time.perf_counter() - begin
         return batches
 
@@ -132,7 +129,7 @@ class DataLoader:
     @property
     def tokens_seen(self) -> int:
         """Tokens consumed by the whole run so far, including earlier starts."""
-        return self._place.tokens
+        return self._position.tokens
 
     @property
     def _total_tokens(self) -> int:
@@ -166,23 +163,25 @@ class DataLoader:
         return line
 
     def state_dict(self) -> dict[str, Any]:
-        """The current place as plain JSON, the same on all ranks."""
-        return self._place.state()
+        """The current position as plain JSON, the same on all ranks."""
+        return self._position.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the place `state`, as `Place.resumed` says. Raises DataError if the order would change."""
-        saved = saved_place(state)
-        place = self._place.resumed(saved)
-        for name in sorted(place.earlier.keys() - saved.earlier.keys()):
-            log.warning(f"data: dataset {name} is dropped after {place.earlier[name]:,} tokens: not in data.datasets")
+        """Continue from `state`, as `Position.resumed` says. Raises DataError if the order would change."""
+        saved = saved_position(state)
+        position = self._position.resumed(saved)
+        for name in sorted(position.earlier.keys() - saved.earlier.keys()):
+            log.warning(
+                f"data: dataset {name} is dropped after {position.earlier[name]:,} tokens: not in data.datasets"
+            )
         for dataset in self._datasets:
             if dataset.hash not in saved.consumed:
                 log.warning(f"data: {dataset.url} (dataset {dataset.hash}) is new to this run: from its first token")
         self._stop_prefetch()
-        self._place = place
+        self._position = position
 
     def open_ledger(
-        self, run_folder: Path, start_id: str = "", writing: Callable[..., AbstractContextManager[None]] = file_errors
+        self, run_folder: Path, start_id: str, writing: Callable[..., AbstractContextManager[None]] = file_errors
     ) -> None:
         """Record from here on what this rank is given, in the run's folder. For one rank of each dp_rank."""
         urls = {dataset.hash: dataset.url for dataset in self._datasets}
@@ -205,36 +204,38 @@ class DataLoader:
         self._upcoming = None
 
     def _steps(self) -> Iterator[list[Batch]]:
-        """Yield steps from the current place on. Locates many samples at a time, which costs little more than one."""
-        segment = self._place.segment
+        """Yield steps from the position on. Locates many samples at a time, which costs little more than one."""
+        segment = self._position.segment
         shape = self._shape
         ahead = shape.samples * max(1, LOCATED_AHEAD // shape.samples)
-        for begin in itertools.count(self._place.samples, ahead):
+        for begin in itertools.count(self._position.samples, ahead):
             datasets, starts = segment.locate(begin, ahead)
             for first in range(0, ahead, shape.samples):
                 batches = []
                 for at in shape.microbatches(first, self._dp_rank):
                     own = slice(at, at + shape.local_batch_size)
-                    batches.append(self._batch(datasets[own].tolist(), starts[own].tolist()))
+                    batches.append(self._batch(datasets[own], starts[own]))
                 yield batches
 
-    def _batch(self, datasets: list[int], starts: list[int]) -> Batch:
+    def _batch(self, datasets: np.ndarray, starts: np.ndarray) -> Batch:
         """A batch whose row i is the sample at token `starts[i]` of stream `datasets[i]`."""
-        shape = len(datasets), self._place.segment.seq_len
-        empty = partial(torch.empty, shape, dtype=torch.int64, pin_memory=self._pin_memory)
-        batch = Batch(empty(), empty(), None)
-        if self._config.data.mask_documents:
-            batch = batch._replace(positions=empty())
-        rows: dict[int, list[int]] = {}  # of each dataset, consecutive in its stream
-        for row, dataset in enumerate(datasets):
-            rows.setdefault(dataset, []).append(row)
-        for dataset in sorted(rows):
-            own = rows[dataset]
-            _fill(batch, own, self._streams[dataset], starts[own[0]])
+        batch = _empty(len(datasets), self._config, self._pin_memory)
+        for dataset in np.unique(datasets):
+            rows = np.flatnonzero(datasets == dataset)  # consecutive in its stream
+            _fill(batch, rows, self._streams[dataset], int(starts[rows[0]]))
         return batch
 
 
-def _fill(batch: Batch, rows: list[int], stream: Stream, start: int) -> None:
+def _empty(rows: int, config: Config, pin_memory: bool = False) -> Batch:
+    """A batch to be filled."""
+    shape = rows, config.training.seq_len
+    fields = [
+        torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory) for _ in range(2 + config.data.mask_documents)
+    ]
+    return Batch(*fields)
+
+
+def _fill(batch: Batch, rows: Sequence[int] | np.ndarray, stream: Stream, start: int) -> None:
     """Fill `rows` with the tokens of a stream from `start` on, labels with the next token of each."""
     seq_len = batch.tokens.shape[1]
     count = len(rows) * seq_len
@@ -263,30 +264,30 @@ def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[B
     splits = [split for split in splits if split.shards]
     seq_len = config.training.seq_len
     size = config.training.local_batch_size
-    datasets, starts, is_all = _held_out_samples(splits, seq_len, config.validation.max_samples)
-    if not datasets:
+    total, datasets, starts = _held_out_samples(splits, seq_len, config.validation.max_samples)
+    if not total:
         raise DataError(f"data.datasets = {list(config.data.datasets)}: no held-out document has two tokens")
     with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as readers:
-        streams = [Stream(split, "", readers, None, 1, read_ahead=is_all) for split in splits]
+        streams = [Stream(split, "", readers, None, 1, read_ahead=len(starts) == total) for split in splits]
         for turn in range(0, len(datasets), size * dp_size):
             first = turn + dp_rank * size
-            tokens = torch.zeros(size, seq_len, dtype=torch.int64)
-            batch = Batch(tokens, torch.full_like(tokens, IGNORED), None)  # padding until it is filled
-            if config.data.mask_documents:
-                batch = batch._replace(positions=torch.arange(seq_len).repeat(size, 1))
+            batch = _empty(size, config)
+            batch.tokens.zero_()  # padding
+            batch.labels.fill_(IGNORED)
+            if batch.positions is not None:
+                batch.positions.copy_(torch.arange(seq_len))
             for row, sample in enumerate(range(first, min(first + size, len(datasets)))):
                 _fill(batch, [row], streams[datasets[sample]], starts[sample])
             yield batch
 
 
-def _held_out_samples(splits: list[Split], seq_len: int, max_samples: int) -> tuple[list[int], list[int], bool]:
-    """(split, first token there) of each sample to validate on, and whether these are all there are."""
+def _held_out_samples(splits: list[Split], seq_len: int, max_samples: int) -> tuple[int, list[int], list[int]]:
+    """How many samples there are, and the split and first token there of each one to validate on."""
     counts = [math.ceil(max(split.total_tokens - 1, 0) / seq_len) for split in splits]
     bounds = np.cumsum([0, *counts])
     total = int(bounds[-1])
-    chosen = np.arange(min(total, max_samples or total))
-    if total:
-        chosen = chosen * total // len(chosen)
+    count = min(total, max_samples or total)
+    chosen = np.arange(count) * total // max(count, 1)
     split = bounds.searchsorted(chosen, side="right") - 1
     starts = (chosen - bounds[split]) * seq_len
-    return split.tolist(), starts.tolist(), len(chosen) == total
+    return total, split.tolist(), starts.tolist()

@@ -188,8 +188,6 @@ def _parse_manifest(text: bytes, name: str) -> dict[str, Any]:
     content = text[: -len(seal(b""))]
     if text != content + seal(content):
         raise DataError(f"{name}: is damaged, its checksum does not match")
-    if "tokenizer_files" not in manifest:
-        raise DataError(f"{name}: made by an earlier data.prepare; prepare the text again")
     return manifest
 
 

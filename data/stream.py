@@ -1,4 +1,4 @@
-"""The tokens of one dataset as an endless stream, readable at any place. Imports no torch."""
+"""The tokens of one dataset as an endless stream, readable from any token on. Imports no torch."""
 
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future
@@ -40,7 +40,7 @@ class Stream:
         self._readers = readers
         self._read_ahead = read_ahead
         self._epoch = lru_cache(2)(lambda number: build_epoch(split.tokens, window_blocks, self._key(number)))
-        self._ahead: tuple[tuple[int, int] | None, list[Future[Block]]] = None, []  # (epoch, window), its blocks
+        self._ahead: dict[tuple[int, int], list[Future[Block]]] = {}  # (epoch, window) → its blocks
         self._window: Window | None = None
         self._window_start = 0  # its first token in the stream
 
@@ -95,7 +95,7 @@ class Stream:
             start += stop - token
 
     def _locate(self, token: int) -> tuple[Window, int]:
-        """The window that holds a token of the stream, and the token's place in the window."""
+        """The window that holds a token of the stream, and the token's number there."""
         if self._window is None or not 0 <= token - self._window_start < self._window.cumulative[-1]:
             self._window = None  # frees its memory before the next is opened
             number, in_epoch = divmod(token, self.split.total_tokens)
@@ -107,19 +107,18 @@ class Stream:
 
     def _open(self, number: int, index: int) -> Window:
         """Get the blocks of a window and start to read those of the next."""
-        is_last = index + 2 == len(self._epoch(number).starts)
-        following = (number + 1, 0) if is_last else (number, index + 1)
-        (key, reading), self._ahead = self._ahead, (None, [])
+        reading = self._ahead.pop((number, index), None)
+        self._ahead.clear()
         # What failed when it was read ahead, perhaps long ago, is tried again.
-        if key != (number, index) or any(block.done() and block.exception() for block in reading):
-            for block in reading:
-                block.cancel()
+        if reading is None or any(block.done() and block.exception() for block in reading):
             reading = self._read(number, index)
         contents = [result.result() for result in reading]
         window = _open_window(self._blocks(number, index), contents, self._key(number, index))
         # Not earlier: the first batch of a start would wait for cores.
         if self._read_ahead:
-            self._ahead = following, self._read(*following)
+            is_last = index + 2 == len(self._epoch(number).starts)
+            following = (number + 1, 0) if is_last else (number, index + 1)
+            self._ahead[following] = self._read(*following)
         return window
 
     def _read(self, number: int, index: int) -> list[Future[Block]]:
@@ -129,9 +128,9 @@ class Stream:
         first = index * self._window_blocks
         return self._epoch(number).blocks[first : first + self._window_blocks]
 
-    def _key(self, *place: int | str) -> int | None:
+    def _key(self, *part: int | str) -> int | None:
         """The key for the order of an epoch's blocks, or of a window's documents. None: as stored."""
-        return None if self._seed is None else derive_key(self._seed, self._name, *place)
+        return None if self._seed is None else derive_key(self._seed, self._name, *part)
 
 
 def _open_window(blocks: np.ndarray, contents: list[Block], key: int | None) -> Window:

@@ -5,60 +5,62 @@
 
 The proof uses the ledger that every rank keeps (data.ledger). It drops the steps that a resume from an earlier
 checkpoint made void. It checks that the other steps follow each other without gap or overlap, alike on every rank, that
-the tokens that each rank recorded are those of the dataset at that place in the order, and that no step is missing at
-the end, as far as exit.json tells. It follows that each token was an input exactly once per consumed epoch.
+the tokens that each rank recorded are those of the dataset at that position, and that no step is missing at the end, as
+far as exit.json tells. It follows that each token was an input exactly once per consumed epoch.
 """
 
 import argparse
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import chain, groupby
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
 from tqdm import tqdm
 
 from checkpoint.branch import read_parent
 from config import Config, TitaniteError, command_line, from_dict, read_recorded
-from data.ledger import Place, Step, checksum, read_ledger
+from data.ledger import Position, Start, checksum, read_ledger
 from data.shards import Dataset, Split, open_dataset
 from data.stream import Stream
 
 
+class Step(NamedTuple):
+    """A step in the ledger of data-parallel rank 0."""
+
+    start: Start
+    number: int  # of the start's steps, from 0
+    before: "Step | None"  # which it continued
+
+    @property
+    def first(self) -> int:
+        """Its first sample in the start's segment."""
+        return self.start.began.samples + self.number * self.start.shape.samples
+
+    @property
+    def end(self) -> Position:
+        """Where the run stood after it."""
+        return self.start.began._replace(samples=self.first + self.start.shape.samples)
+
+
 def open_datasets(run: Path, steps: Sequence[Step]) -> tuple[list[Dataset], dict[str, Stream]]:
-    """The datasets of `steps`, and hash → stream, to be read at any place.
+    """The datasets of `steps`, and hash → stream, to be read anywhere.
 
     Looks for each where the steps found it, then where the run's config names it. Raises TitaniteError.
     """
     config = from_dict(read_recorded((run / "config.toml").read_bytes(), run))
-    urls = {name: step.urls.get(name, "") for step in steps for name in step.began.segment.datasets}
-    found = [_find(name, url, config) for name, url in urls.items()]
-    order, readers = steps[0].place, ThreadPoolExecutor(8)  # not the config's order: a refused start may have left it
-    streams = [Stream(own.split("train"), own.hash, readers, order.seed, order.window_blocks) for own in found]
-    return found, dict(zip(urls, streams, strict=True))
-
-
-def samples(streams: Mapping[str, Stream], step: Step, first: int, count: int) -> Iterator[tuple[Stream, int, int]]:
-    """Yield (stream, first token, tokens) of samples [first, first + count) of the step's segment."""
-    segment = step.place.segment
-    for dataset, start in zip(*segment.locate(first, count), strict=True):
-        yield streams[segment.datasets[dataset]], int(start), segment.seq_len
-
-
-def checksums(streams: Mapping[str, Stream], step: Step) -> list[int]:
-    """The checksum that each rank should have recorded for a step. Opens every window of the data once."""
-    shape = step.shape
-    sums = [0] * shape.dp_size
-    stop = step.first + shape.samples
-    for number, first in enumerate(range(step.first, stop, shape.local_batch_size)):
-        rank = number % shape.dp_size
-        for stream, start, seq_len in samples(streams, step, first, shape.local_batch_size):
-            tokens, *_ = stream.read(start, seq_len)
-            sums[rank] = checksum([tokens], sums[rank])
-    return sums
+    urls: dict[str, str] = {}
+    for step in steps:
+        urls |= step.start.urls
+    order, readers = steps[0].start.began, ThreadPoolExecutor(8)  # not the config's: a refused start may have left it
+    found = []
+    streams = {}
+    for name, url in urls.items():
+        dataset = _find(name, url, config)
+        found.append(dataset)
+        streams[name] = Stream(dataset.split("train"), name, readers, order.seed, order.window_blocks)
+    return found, streams
 
 
 def _find(name: str, url: str, config: Config) -> Dataset:
@@ -76,64 +78,75 @@ def _find(name: str, url: str, config: Config) -> Dataset:
     raise TitaniteError(f"{'; '.join(others)}; this run has read dataset {name} at {url}: {advice}")
 
 
+def located(streams: Mapping[str, Stream], step: Step) -> Iterator[tuple[Stream, int, int]]:
+    """Yield (stream, first token, tokens) of each sample of a step."""
+    segment = step.start.began.segment
+    datasets, starts = segment.locate(step.first, step.start.shape.samples)
+    for dataset, start in zip(datasets.tolist(), starts.tolist(), strict=True):
+        yield streams[segment.datasets[dataset]], start, segment.seq_len
+
+
+def checksums(streams: Mapping[str, Stream], step: Step) -> list[int]:
+    """The checksum that each rank should have recorded for a step. Opens every window of the data once."""
+    shape = step.start.shape
+    sums = [0] * shape.dp_size
+    for number, (stream, start, seq_len) in enumerate(located(streams, step)):
+        rank = number // shape.local_batch_size % shape.dp_size
+        tokens, *_ = stream.read(start, seq_len)
+        sums[rank] = checksum([tokens], sums[rank])
+    return sums
+
+
 def trained_steps(run: Path) -> tuple[list[Step], int]:
     """The steps that led to the run's last weights, and the number of steps that resumes made void.
 
-    Reads the ledger of data-parallel rank 0. Raises TitaniteError unless each step continues all datasets, in the same
-    order, where the one before ended.
+    Reads the ledger of data-parallel rank 0. Raises TitaniteError unless each start continues all datasets, in the same
+    order, where a step before it ended. That need not be the last: its newest checkpoint may have been unreadable.
     """
-    recorded, last_began = _read_rank(run, 0)
-    kept = _lineage(recorded, last_began) if recorded and last_began else []
-    if not kept:
-        otherwise = f"all {len(recorded):,} were made void by a resume" if recorded else "is it a run folder?"
+    reached: dict[int, Step] = {}  # tokens consumed → the last step that ended there
+    recorded = 0
+    last = None
+    for start in _read_rank(run, 0).values():
+        began = start.began.tokens
+        before = reached.get(began, last) if began else None
+        ended = _order_and_tokens(before.end) if before else None
+        if began and ended != _order_and_tokens(start.began):
+            found = f"(seed, window_blocks), tokens of each dataset: {_order_and_tokens(start.began)}, not {ended}"
+            raise TitaniteError(f"{run}: a start continues at token {began:,}, where no step before it ended: {found}")
+        last = before
+        for number in range(len(start.checksums)):
+            last = Step(start, number, last)
+            reached[last.end.tokens] = last
+            recorded += 1
+    steps = []
+    while last:
+        steps.append(last)
+        last = last.before
+    if not steps:
+        otherwise = f"all {recorded:,} were made void by a resume" if recorded else "is it a run folder?"
         raise TitaniteError(f"{run}: no step of data-parallel rank 0 is recorded; {otherwise}")
-    ended: dict[str, int] = {}  # dataset → its tokens that the steps before have consumed
-    order = kept[0].place[:2]
-    for number, step in enumerate(kept):
-        own_order = step.place[:2]
-        if own_order != order:
-            what = "data order than the next (seed, window_blocks)"
-            raise TitaniteError(f"{run}: step {number} has another {what}: {order}, {own_order}")
-        begins = step.place.consumed
-        for name in sorted(begins.keys() | ended.keys()):
-            gap = begins.get(name, 0) - ended.get(name, 0)
-            if gap:
-                fault = "are missing" if gap > 0 else "are repeated"
-                what = f"{abs(gap):,} tokens of dataset {name} {fault}"
-                raise TitaniteError(f"{run}: {what} between step {number} and the next")
-        ended = step.end.consumed
-    return kept, len(recorded) - len(kept)
+    return steps[::-1], recorded - len(steps)
 
 
-def _lineage(recorded: list[Step], last_began: Place) -> list[Step]:
-    """The steps that led to the last weights, in order."""
-    starts = [list(steps) for _, steps in groupby(recorded, key=lambda step: id(step.began))]
-    ends = [steps[-1].end.tokens for steps in starts]
-    until = ends[-1] if last_began is recorded[-1].began else last_began.tokens
-    pieces = []
-    for number, start in reversed(list(enumerate(starts))):
-        # The piece found before begins at `until`. A start may not reach that place, if it resumed from an older
-        # checkpoint because the newest was unreadable: an earlier one does. If none does, steps are missing:
-        # `trained_steps` reports that, behind the start that came furthest.
-        if ends[number] >= min(until, max(ends[: number + 1])):
-            pieces.append([step for step in start if step.place.tokens < until])
-            until = min(until, start[0].began.tokens)
-    return list(chain.from_iterable(reversed(pieces)))
+def _order_and_tokens(position: Position) -> tuple[tuple[int, int], dict[str, int]]:
+    """What decides the order of the data, and the tokens consumed of each dataset."""
+    consumed = {name: tokens for name, tokens in position.consumed.items() if tokens}
+    return (position.seed, position.window_blocks), consumed
 
 
-def _read_rank(run: Path, rank: int) -> tuple[list[Step], Place | None]:
+def _read_rank(run: Path, rank: int) -> dict[str, Start]:
     """The ledger of a data-parallel rank; a branch's after its parent's up to the fork. Raises TitaniteError."""
-    try:
-        steps, last_began = read_ledger(run / "data" / f"rank-{rank:05}.jsonl")
-    except (ValueError, KeyError, TypeError) as error:
-        raise TitaniteError(f"{run}/data: not a ledger: {type(error).__name__} {error}") from None
+    own = read_ledger(run / "data" / f"rank-{rank:05}.jsonl")
     parent = read_parent(run)
     if not parent:
-        return steps, last_began
+        return own
     if not (parent.folder / "config.toml").is_file():
         raise TitaniteError(f"{run}: its parent is not in {parent.folder}: put it, or a link to it, back there")
-    before = [step for step in _read_rank(parent.folder, rank)[0] if step.end.tokens <= parent.tokens]
-    return before + steps, last_began
+    starts = {}
+    for start_id, start in _read_rank(parent.folder, rank).items():
+        before_fork = (parent.tokens - start.began.tokens) // start.tokens_per_step
+        starts[start_id] = start._replace(checksums=start.checksums[: max(before_fork, 0)])
+    return starts | own
 
 
 def prove(run: Path) -> list[str]:
@@ -142,44 +155,53 @@ def prove(run: Path) -> list[str]:
     Raises TitaniteError naming the first step and rank that fails.
     """
     steps, void = trained_steps(run)
-    recorded = _recorded(run, steps)
+    ranks = [_read_rank(run, rank) for rank in range(max(step.start.shape.dp_size for step in steps))]
     reached = _reached(run)
     if len(steps) < reached:
         ledger = f"but rank 0's ledger ends with step {len(steps):,}"
         raise TitaniteError(f"{run}: step {reached:,} was trained, as exit.json says, {ledger}")
-    is_cut = len(steps) > reached and (recorded[: steps[-1].shape.dp_size, -1] < 0).any()
+    is_cut = len(steps) > reached and None in _recorded(ranks, steps[-1])
     if is_cut:  # killed before all ranks began it
         cut = steps.pop()
         if not steps:
-            raise TitaniteError(f"{run}: no step is recorded on all of its {cut.shape.dp_size} data-parallel ranks")
+            dp_size = cut.start.shape.dp_size
+            raise TitaniteError(f"{run}: no step is recorded on all of its {dp_size} data-parallel ranks")
     datasets, streams = open_datasets(run, steps)
+    rebuilt = 0
     for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):
-        own = recorded[: step.shape.dp_size, number - 1]
-        if (own < 0).any():
-            raise TitaniteError(f"{run}: rank {(own < 0).argmax()} has no record of step {number} that fits rank 0's")
-        wrong = own != checksums(streams, step)
-        if wrong.any():
-            raise TitaniteError(f"{run}: step {number}: rank {wrong.argmax()} was given other tokens than the data has")
-    lines = _proof(steps, void, datasets)
-    if is_cut:
-        lines.append(f"step {len(steps) + 1} left out: some ranks had not begun it when the run ended")
-    return lines + _origins(run)
-
-
-def _proof(steps: Sequence[Step], void: int, datasets: Sequence[Dataset]) -> list[str]:
-    """What was proven of steps and datasets."""
+        recorded = _recorded(ranks, step)
+        if None in recorded:
+            rank = recorded.index(None)
+            raise TitaniteError(f"{run}: rank {rank} has no record of step {number} that fits rank 0's")
+        for rank, (own, expected) in enumerate(zip(recorded, checksums(streams, step), strict=True)):
+            if own != expected:
+                raise TitaniteError(f"{run}: step {number}: rank {rank} was given other tokens than the data has")
+        rebuilt += len(recorded)
     end = steps[-1].end
-    ranks = [step.shape.dp_size for step in steps]
-    sizes = f"{sorted(set(ranks))} data-parallel ranks"
+    sizes = sorted({step.start.shape.dp_size for step in steps})
     lines = [
-        f"{len(steps):,} steps, {end.tokens:,} tokens, without gap or overlap, on {sizes}",
-        f"steps made void by a resume, left out: {void:,}; batches rebuilt and found equal: {sum(ranks):,}",
+        f"{len(steps):,} steps, {end.tokens:,} tokens, without gap or overlap, on {sizes} data-parallel ranks",
+        f"steps made void by a resume, left out: {void:,}; batches rebuilt and found equal: {rebuilt:,}",
     ]
     for dataset in datasets:
         size = dataset.split("train").total_tokens
         epochs, rest = divmod(end.consumed.get(dataset.hash, 0), size)
         lines.append(f"{dataset.url}: each of its {size:,} tokens x {epochs}, and {rest:,} of epoch {epochs + 1}")
-    return lines
+    if is_cut:
+        lines.append(f"step {len(steps) + 1} left out: some ranks had not begun it when the run ended")
+    return lines + _origins(run)
+
+
+def _recorded(ranks: Sequence[Mapping[str, Start]], step: Step) -> list[int | None]:
+    """The checksum that each rank recorded for a step; None where no record fits rank 0's."""
+    found: list[int | None] = []
+    for starts in ranks[: step.start.shape.dp_size]:
+        own = starts.get(step.start.id)
+        if own and own[:3] == step.start[:3] and step.number < len(own.checksums):
+            found.append(own.checksums[step.number])
+        else:
+            found.append(None)
+    return found
 
 
 def _origins(run: Path) -> list[str]:
@@ -205,33 +227,6 @@ def _reached(run: Path) -> int:
     return ended["step"] if ended["kind"] in ("finished", "stopped") else ended["last_checkpoint"] or 0
 
 
-def _recorded(run: Path, steps: list[Step]) -> np.ndarray:
-    """The checksums that each rank recorded for rank 0's steps, int64 [ranks, steps]; -1 where no record fits.
-
-    If starts from the same place recorded a step repeatedly, the last record counts: a resume made the others void.
-    Raises TitaniteError if the steps of a rank within one start do not follow each other.
-    """
-    numbers = {_line_key(step): number for number, step in enumerate(steps)}
-    found = np.full((max(step.shape.dp_size for step in steps), len(steps)), -1)
-    found[0] = [step.crc32 for step in steps]
-    for rank in range(1, len(found)):
-        before = None
-        for own in _read_rank(run, rank)[0]:
-            if before and own.began is before.began and own.first != before.first + before.shape.samples:
-                order = f"the step from sample {own.first:,} on follows the one from {before.first:,} on"
-                raise TitaniteError(f"{run}: rank {rank}: {order}, which has {before.shape.samples:,} samples")
-            before = own
-            number = numbers.get(_line_key(own))
-            if number is not None:
-                fits = own._replace(urls=steps[number].urls, crc32=steps[number].crc32) == steps[number]
-                found[rank, number] = own.crc32 if fits else -1
-    return found
-
-
-def _line_key(step: Step) -> tuple[int, int, int]:
-    return step.place.tokens, step.began.tokens, step.began.segment.seq_len
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.audit", description="Show which documents a run trained on.")
     parser.add_argument("--run", type=Path, required=True, help="folder of a run")
@@ -247,25 +242,23 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _numbers(steps: str) -> range:
     """argparse type of N or FIRST:STOP."""
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", steps)
-    first = int(match[1]) if match else 0
-    stop = int(match[2]) if match and match[2] else first + 1
-    numbers = range(first, stop)
-    if not numbers or first < 1:
+    first, _, stop = steps.partition(":")
+    numbers = range(int(first), int(stop or int(first) + 1))
+    if not numbers or numbers.start < 1:
         raise argparse.ArgumentTypeError(f"{steps}: must be N or FIRST:STOP, counted from 1, STOP above FIRST")
     return numbers
 
 
 def list_documents(run: Path, numbers: range) -> Iterator[str]:
     """Yield where each document of the steps `numbers` lies, and the text that was read. Raises TitaniteError."""
-    recorded, _ = trained_steps(run)
-    if numbers[-1] > len(recorded):
-        raise TitaniteError(f"--steps {numbers[0]}:{numbers.stop}: the run has steps 1 to {len(recorded)}")
-    steps = recorded[numbers[0] - 1 : numbers[-1]]
+    trained, _ = trained_steps(run)
+    if numbers[-1] > len(trained):
+        raise TitaniteError(f"--steps {numbers[0]}:{numbers.stop}: the run has steps 1 to {len(trained)}")
+    steps = trained[numbers[0] - 1 : numbers[-1]]
     datasets, streams = open_datasets(run, steps)
     tokenizer, read = datasets[0].tokenizer(), lru_cache(64)(Split.read)
     for number, step in zip(numbers, steps, strict=True):
-        for sample, (stream, start, seq_len) in enumerate(samples(streams, step, step.first, step.shape.samples)):
+        for sample, (stream, start, seq_len) in enumerate(located(streams, step)):
             split = stream.split
             for block, row, first, stop in stream.documents(start, seq_len):
                 (shard, of_shard), content = split.find(block), read(split, block)

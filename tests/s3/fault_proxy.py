@@ -12,34 +12,38 @@ What it can do, by rule, to the requests that match an operation and a key:
     complete_error  CompleteMultipartUpload answers 200 with an error in its body
 """
 
-import asyncio
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
-
-from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
-from yarl import URL
 
 from tests.ports import free_port
 
 CONTROL = "/__control"
-CODES = {  # of S3's errors
-    "503": (503, "SlowDown"),
-    "501": (501, "NotImplemented"),
-    "500": (500, "InternalError"),
-    "409": (409, "OperationAborted"),
-    "403": (403, "AccessDenied"),
-    "expired": (400, "ExpiredToken"),
+ERROR = "<?xml version='1.0'?><Error><Code>{0}</Code><Message>injected {0}</Message></Error>"
+ANSWERS = {  # fault → status and body
+    "503": (503, ERROR.format("SlowDown")),
+    "501": (501, ERROR.format("NotImplemented")),
+    "500": (500, ERROR.format("InternalError")),
+    "409": (409, ERROR.format("OperationAborted")),
+    "403": (403, ERROR.format("AccessDenied")),
+    "expired": (400, ERROR.format("ExpiredToken")),
+    "complete_error": (200, ERROR.format("InternalError")),
+    "404": (404, "404 page not found"),
+    "empty": (200, ""),
 }
-HOP_HEADERS = ("content-length", "transfer-encoding", "connection", "expect", "date", "server")
+HOP_HEADERS = ("content-length", "transfer-encoding", "connection", "expect")
 
 
 class FaultProxy:
@@ -84,27 +88,80 @@ def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
 
 # ---------------------------------------------------------------- the proxy's own process
 
+RULES: list[dict[str, Any]] = []
+COUNTS: Counter[str] = Counter()
+LOCK = threading.Lock()
 
-class _Proxy:
-    def __init__(self, upstream: str, port: int) -> None:
-        self.upstream = upstream
-        self.port = port
-        self.clear()
 
-    def clear(self) -> None:
-        self.rules: list[dict[str, Any]] = []
-        self.counts: Counter[str] = Counter()
+class _Proxy(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
 
-    async def control(self, request: web.Request) -> web.Response:
-        message = await request.json()
+    def handle_request(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+        if self.path == CONTROL:
+            self.answer(200, {}, _control(json.loads(body)))
+        else:
+            self.misbehave(_matching_fault(*_operation(self.command, self.path)), body)
+
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_request
+
+    def misbehave(self, fault: str, body: bytes) -> None:
+        if fault == "hang":
+            threading.Event().wait()
+        if fault == "flip_sent":
+            body = _flipped(body)
+        status, text = ANSWERS.get(fault, (0, ""))
+        headers: dict[str, str] = {}
+        answer = text.encode()
+        if not status and fault != "reset":
+            status, headers, answer = self.forward(body)
+        if fault == "flip":
+            answer = _flipped(answer)
+        if fault == "cut":
+            headers["Content-Length"] = str(len(answer))
+            answer = answer[: len(answer) // 2]
+        if fault not in ("reset", "reset_after"):
+            self.answer(status, headers, answer)
+        if fault in ("reset", "reset_after", "cut"):
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_HEADERS}
+        with closing(HTTPConnection(sys.argv[1].removeprefix("http://"))) as upstream:
+            upstream.request(self.command, self.path, body or None, headers)
+            answer = upstream.getresponse()
+            kept = {name: value for name, value in answer.getheaders() if name.lower() not in HOP_HEADERS}
+            if self.command == "HEAD":
+                kept["Content-Length"] = answer.headers.get("Content-Length", "0")
+            content = answer.read()
+        with LOCK:
+            COUNTS["bytes_out"] += len(content)
+        return answer.status, kept, content
+
+    def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+        self.send_response_only(status)
+        for name, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+
+def _control(message: dict[str, Any]) -> bytes:
+    with LOCK:
         if message.pop("reset", False):
-            self.clear()
-        if "rule" in message:
-            self.rules.append(message["rule"])
-        return web.json_response(self.counts)
+            RULES.clear()
+            COUNTS.clear()
+        RULES.extend(message.values())
+        return json.dumps(COUNTS).encode()
 
-    def matching_fault(self, operation: str, key: str) -> str:
-        for rule in self.rules:
+
+def _matching_fault(operation: str, key: str) -> str:
+    with LOCK:
+        COUNTS[operation] += 1
+        for rule in RULES:
             fits = re.fullmatch(rule["operation"], operation) and re.search(rule["key"], key)
             if not fits or not rule["times"]:
                 continue
@@ -112,92 +169,26 @@ class _Proxy:
                 rule["skip"] -= 1
                 continue
             rule["times"] -= 1
-            fault: str = rule["fault"]
-            self.counts[f"fault:{fault}"] += 1
-            return fault
-        return ""
-
-    async def handle(self, request: web.Request) -> web.StreamResponse:
-        if request.path == CONTROL:
-            return await self.control(request)
-        assert request.transport is not None
-        operation, key = _operation(request)
-        body = await request.read()
-        self.counts[operation] += 1
-        fault = self.matching_fault(operation, key)
-        if fault in CODES:
-            return _error(*CODES[fault])
-        if fault == "404":
-            return web.Response(status=404, text="404 page not found")
-        if fault == "empty":
-            return web.Response()
-        if fault == "reset":
-            request.transport.abort()
-        if fault == "hang":
-            await asyncio.sleep(3600)
-        if fault == "complete_error":
-            return _error(200, "InternalError")
-        if fault == "flip_sent":
-            body = _flipped(body)
-        status, headers, answer = await self.forward(request, body)
-        self.counts["bytes_out"] += len(answer)
-        if fault == "reset_after":
-            request.transport.abort()
-        if fault == "flip":
-            answer = _flipped(answer)
-        if fault == "cut":
-            headers["Content-Length"] = str(len(answer))
-            response = web.StreamResponse(status=status, headers=headers)
-            await response.prepare(request)
-            await response.write(answer[: len(answer) // 2])
-            request.transport.close()
-            return response
-        if request.method == "HEAD":
-            return web.Response(status=status, headers=headers)
-        headers.pop("Content-Length", None)
-        return web.Response(status=status, headers=headers, body=answer)
-
-    async def forward(self, request: web.Request, body: bytes) -> tuple[int, dict[str, str], bytes]:
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_HEADERS}
-        url = URL(self.upstream + request.raw_path, encoded=True)
-        skip = ("User-Agent", "Content-Type", "Accept-Encoding", "Accept")
-        data = body if body or request.method in ("PUT", "POST") else None
-        async with self.session.request(
-            request.method, url, data=data, headers=headers, allow_redirects=False, skip_auto_headers=skip
-        ) as answer:
-            kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS}
-            if request.method == "HEAD":
-                kept["Content-Length"] = answer.headers.get("Content-Length", "0")
-            return answer.status, kept, await answer.read()
-
-    async def serve(self) -> None:
-        timeout = ClientTimeout(total=None)
-        async with ClientSession(timeout=timeout, connector=TCPConnector(limit=0), auto_decompress=False) as session:
-            self.session = session
-            app = web.Application(client_max_size=1 << 33)
-            app.router.add_route("*", "/{path:.*}", self.handle)
-            runner = web.AppRunner(app, access_log=None)
-            await runner.setup()
-            await web.TCPSite(runner, "127.0.0.1", self.port).start()
-            print("ready", flush=True)
-            await asyncio.to_thread(sys.stdin.read)
-            os._exit(0)  # also in the middle of a request
+            COUNTS[f"fault:{rule['fault']}"] += 1
+            return str(rule["fault"])
+    return ""
 
 
 def _flipped(body: bytes) -> bytes:
     """`body` with one bit changed, in its middle."""
-    middle = len(body) // 2
-    return body[:middle] + bytes(byte ^ 16 for byte in body[middle : middle + 1]) + body[middle + 1 :]
+    changed = bytearray(body)
+    if body:
+        changed[len(body) // 2] ^= 16
+    return bytes(changed)
 
 
-def _operation(request: web.Request) -> tuple[str, str]:
+def _operation(method: str, url: str) -> tuple[str, str]:
     """(operation, bucket/key)"""
-    path = unquote(request.path).lstrip("/")
-    method = request.method
-    _, _, key = path.partition("/")
-    if not key:
+    path, _, query = url.partition("?")
+    path = unquote(path).lstrip("/")
+    if "/" not in path.rstrip("/"):
         return "list" if method == "GET" else f"{method.lower()}_bucket", path
-    if "uploadId" in request.query:
+    if "uploadId=" in query:
         kinds = {"PUT": "upload_part", "POST": "complete_multipart", "DELETE": "abort_multipart"}
         return kinds[method], path
     if method == "POST":
@@ -205,10 +196,13 @@ def _operation(request: web.Request) -> tuple[str, str]:
     return method.lower(), path
 
 
-def _error(status: int, code: str) -> web.Response:
-    text = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>injected {code}</Message></Error>"
-    return web.Response(status=status, text=text, content_type="application/xml")
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 128
 
 
 if __name__ == "__main__":
-    asyncio.run(_Proxy(sys.argv[1], int(sys.argv[2])).serve())
+    server = _Server(("127.0.0.1", int(sys.argv[2])), _Proxy)
+    threading.Thread(target=server.serve_forever).start()
+    print("ready", flush=True)
+    sys.stdin.read()
+    os._exit(0)  # also in the middle of a request

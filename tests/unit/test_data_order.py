@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from data.order import interleave, mixture_counts, permutation, random_words
@@ -59,7 +59,7 @@ def test_mixture_where_rounding_puts_the_first_guess_off(weights):
 
 @given(
     weights=weights_of_datasets,
-    start=st.integers(0, 10**13),
+    start=st.integers(0, 10**15),
     cuts=st.lists(st.integers(0, 40), max_size=6).map(sorted),
 )
 def test_mixture_does_not_depend_on_the_ranges_asked_for(weights, start, cuts):
@@ -73,12 +73,3 @@ def test_mixture_does_not_depend_on_the_ranges_asked_for(weights, start, cuts):
     for i in range(len(weights)):
         own = whole[1][whole[0] == i]
         assert own.tolist() == list(range(first[i], first[i] + len(own)))
-
-
-@pytest.mark.parametrize("total", [0, 1, 2, 10**12, 10**15 + 1])
-@settings(max_examples=20)
-@given(weights=weights_of_datasets)
-def test_mixture_counts_sum_to_the_total_at_any_size(total, weights):
-    counts = mixture_counts(total, weights)
-    assert counts.sum() == total
-    assert (counts >= 0).all()

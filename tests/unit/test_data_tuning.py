@@ -256,7 +256,7 @@ def test_the_dataset_verifies_and_the_audit_rebuilds_its_batches(folder: Path) -
     assert list(faults(dataset)) == []
     config = settings(folder)
     loader = DataLoader(config, 0, 1)
-    loader.open_ledger(folder / "run")
+    loader.open_ledger(folder / "run", "id")
     batches = [batch for _ in range(3) for batch in loader.next_step()]
     steps, _ = trained_steps(folder / "run")
     (folder / "run" / "config.toml").write_text(to_toml(config))
