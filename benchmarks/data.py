@@ -4,12 +4,13 @@
     python -m benchmarks.data [PART ...] [--quick] [--check]
 
 Parts: loaders, mixture, growth, prepare, s3 (default: all). The corpus is 200 M random tokens in documents of
-log-normal length, mean 600. Each row comes from its own process; CPU seconds and memory include its workers. A batch is
+log-normal length, mean 600. Each row comes from its own process; CPU seconds include its workers. A batch is
 16 sequences of 4,096 tokens, as int64 tensors of inputs and labels. `documents` says whether a loader shuffles
 documents and tells where they begin.
 """
 
 import argparse
+import importlib.util
 import json
 import math
 import os
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 
 from benchmarks.data_growth import BATCH, SEQ_LEN, write_simulated
-from benchmarks.data_peers import PEERS, Opened, write_peer
+from benchmarks.data_peers import PEERS, Opened
 from benchmarks.report import build_parser, finish, print_row
 from config import Config, from_dict
 from data.shards import token_type
@@ -101,16 +103,13 @@ def open_ours(folders: list[Path], state: Any = None, **data: Any) -> Opened:
 
 
 def measure(name: str, open_loader: Callable[[Any], Opened], tokens: int) -> Row:
-    """Measure start-up, speed, state, resume and memory of one loader, without its imports."""
+    """Measure speed, state and resume of one loader, without its imports."""
     import torch
 
     torch.set_num_threads(1)
     open_loader(None).close()  # imports, page cache
-    begin = time.perf_counter()
     loader = open_loader(None)
-    next(loader.batches)
-    start = time.perf_counter() - begin
-    for _ in range(3):
+    for _ in range(4):
         next(loader.batches)
     steps = tokens // (SEQ_LEN * BATCH)
     begin, cpu = time.perf_counter(), _cpu_seconds()
@@ -119,13 +118,10 @@ def measure(name: str, open_loader: Callable[[Any], Opened], tokens: int) -> Row
         assert batch[0].dtype == batch[1].dtype == torch.int64
         assert batch[0].shape == batch[1].shape == (BATCH, SEQ_LEN)
     wall, cpu = time.perf_counter() - begin, _cpu_seconds() - cpu
-    memory = _memory_bytes()
-    begin = time.perf_counter()
     state = loader.state()
-    save = time.perf_counter() - begin
     loader.close()
     resumes = []
-    for _ in range(RESUMES if state is not None else 0):
+    for _ in range(RESUMES):
         begin = time.perf_counter()
         resumed = open_loader(state)
         next(resumed.batches)
@@ -136,43 +132,20 @@ def measure(name: str, open_loader: Callable[[Any], Opened], tokens: int) -> Row
         "loader": name,
         "Mtok/s": done / wall / 1e6,
         "Mtok/s/cpu": done / cpu / 1e6,
-        "start_ms": start * 1e3,
-        "state_bytes": None if state is None else len(json.dumps(state, default=str)),
-        "save_ms": None if state is None else save * 1e3,
-        "resume_ms": statistics.median(resumes) * 1e3 if resumes else None,
-        "memory_MiB": memory / 2**20,
+        "state_bytes": len(json.dumps(state, default=str)),
+        "resume_ms": statistics.median(resumes) * 1e3,
     }
 
 
-def _family() -> list[int]:
-    """This process and all its descendants."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(path.parent.name)] = int(path.read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:
-            continue
-    family = [os.getpid()]
-    for process in family:
-        family += [child for child, parent in parents.items() if parent == process]
-    return family
-
-
 def _cpu_seconds() -> float:
+    """Of this process and its workers, which share a session."""
     ticks = 0
-    for process in _family():
-        fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
-        ticks += sum(map(int, fields[11:15]))
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = path.read_text().rsplit(")", 1)[1].split()
+            if int(fields[3]) == os.getsid(0):
+                ticks += sum(map(int, fields[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _memory_bytes() -> int:
-    """Resident memory by proportional share: pages that processes share count once."""
-    total = 0
-    for process in _family():
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-        total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) * 1024
-    return total
 
 
 # ---------------------------------------------------------------- parts
@@ -181,7 +154,7 @@ def _memory_bytes() -> int:
 def in_own_process(row: list[Any]) -> Row:
     """Run `measure` in a new Python process. An error becomes the row's note."""
     command = [sys.executable, "-m", "benchmarks.data", "--row", json.dumps(row)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
     if result.returncode:
         return {"loader": row[0], "note": (result.stderr.strip().splitlines() or ["failed"])[-1][:120]}
     return json.loads(result.stdout.splitlines()[-1])
@@ -205,10 +178,10 @@ def loaders(root: Path, quick: bool) -> tuple[list[Row], Bars]:
         ["titanite, positions", str(root), measured, {"mask_documents": True}],
     ]
     for name, peer in PEERS.items():
-        note = write_peer(name, root, ids, SEQ_LEN)
-        if note:
-            print_row({"loader": name, "note": note})
+        if importlib.util.find_spec(peer.module) is None:
+            print_row({"loader": name, "note": f"{peer.module} is not installed"})
             continue
+        peer.write(root, ids[: len(ids) // (SEQ_LEN + 1) * (SEQ_LEN + 1)].reshape(-1, SEQ_LEN + 1))
         for workers in peer.workers:
             row = f"{name}, {workers} workers" if workers else name
             rows.append([row, str(root), measured, {"peer": name, "workers": workers}])
@@ -276,7 +249,7 @@ def prepare(root: Path, quick: bool) -> tuple[list[Row], Bars]:
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     source.write_text(lines * repeats)
 
-    def encode() -> int:
+    def encode(target: Path) -> int:
         tokens = 0
         for _ in range(repeats):
             for first in range(0, len(texts), 128):
@@ -288,16 +261,13 @@ def prepare(root: Path, quick: bool) -> tuple[list[Row], Bars]:
         subprocess.run([*command, f"--tokenizer={tokenizer}"], capture_output=True, check=True)
         return sum(shard["tokens"] for shard in json.loads((target / "manifest.json").read_text())["shards"])
 
-    speeds: dict[str, list[float]] = {"prepare": [], "encode_batch_fast": []}
+    speeds: dict[Callable[..., int], list[float]] = {prepare_to: [], encode: []}
     for number in range(1 if quick else 3):
-        begin = time.perf_counter()
-        tokens = encode()
-        speeds["encode_batch_fast"].append(tokens / (time.perf_counter() - begin))
-        begin = time.perf_counter()
-        tokens = prepare_to(root / f"prepared-{number}")
-        speeds["prepare"].append(tokens / (time.perf_counter() - begin))
-    speed = statistics.median(speeds["prepare"])
-    reference = statistics.median(speeds["encode_batch_fast"])
+        for work, found in speeds.items():
+            begin = time.perf_counter()
+            tokens = work(root / f"prepared-{number}")
+            found.append(tokens / (time.perf_counter() - begin))
+    speed, reference = (statistics.median(found) for found in speeds.values())
     row = {"tokens": tokens, "prepare_tok/s": speed, "encode_batch_fast_tok/s": reference, "ratio": speed / reference}
     print_row(row)
     return [row], [("prepare: 0.9 of encode_batch_fast", speed >= 0.9 * reference)]

@@ -25,25 +25,16 @@ def write_simulated(folder: Path, blocks: int, tokenizer: Tokenizer) -> None:
     folder.mkdir(parents=True)
     tokenizer.save(folder)
     rng = np.random.default_rng(0)
-    tokens = rng.integers(3_900_000, 4_100_001, blocks)
-    size = 2 * tokens + 4 * 6700
-    offset = np.concatenate(
-        [np.cumsum(part) - part for part in np.split(size, range(BLOCKS_PER_SHARD, blocks, BLOCKS_PER_SHARD))]
-    )
-    columns = {"offset": offset, "size": size, "documents": np.full(blocks, 6700), "tokens": tokens, "crc32": tokens}
-    table = pa.table([columns[field.name].astype(field.type.to_pandas_dtype()) for field in INDEX_SCHEMA], INDEX_SCHEMA)
     written = []
     for number, first in enumerate(range(0, blocks, BLOCKS_PER_SHARD)):
-        part = slice(first, first + BLOCKS_PER_SHARD)
-        shard = Shard(
-            file=f"train-{number:05}.arrow",
-            split="train",
-            bytes=int(size[part].sum()),
-            blocks=len(size[part]),
-            documents=6700 * len(size[part]),
-            tokens=int(tokens[part].sum()),
-        )
-        written.append((shard, table[part]))
+        tokens = rng.integers(3_900_000, 4_100_001, min(BLOCKS_PER_SHARD, blocks - first))
+        size = 2 * tokens + 4 * 6700
+        documents = np.full(len(tokens), 6700)
+        columns = {"offset": np.cumsum(size) - size, "size": size, "documents": documents, "tokens": tokens}
+        table = pa.table({**columns, "crc32": tokens}).cast(INDEX_SCHEMA)
+        file = f"train-{number:05}.arrow"
+        totals = (int(size.sum()), len(tokens), int(documents.sum()), int(tokens.sum()))
+        written.append((Shard(file, "train", *totals), table))
     write_manifest(folder, tokenizer, written)
 
 

@@ -3,7 +3,7 @@
 They write the corpus as samples of seq_len + 1 tokens, so none of them shuffles documents or says where they begin.
 """
 
-import importlib.util
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,15 +34,6 @@ class Peer(NamedTuple):
     workers: tuple[int, ...]
 
 
-def write_peer(name: str, root: Path, ids: np.ndarray, seq_len: int) -> str:
-    """Write the samples for a peer. Returns why that is not possible, or ""."""
-    if importlib.util.find_spec(PEERS[name].module) is None:
-        return f"{PEERS[name].module} is not installed"
-    samples = ids[: len(ids) // (seq_len + 1) * (seq_len + 1)].reshape(-1, seq_len + 1)
-    PEERS[name].write(root, samples)
-    return ""
-
-
 def _halves(rows: Tensor) -> tuple[Tensor, Tensor]:
     rows = rows.to(torch.int64)
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -70,15 +61,13 @@ def write_flat(root: Path, samples: np.ndarray) -> None:
 
 def open_memmap(root: Path, state: Any, workers: int) -> Opened:
     samples = np.load(root / "samples.npy", mmap_mode="r")
-    place = [state or 0]
+    firsts = itertools.count(state or 0, BATCH)
 
-    def batches() -> Iterator[Any]:
-        while True:
-            first = place[0] % (len(samples) - BATCH)
-            yield _halves(torch.from_numpy(samples[first : first + BATCH].astype(np.int64)))
-            place[0] += BATCH
+    def batch() -> Any:
+        first = next(firsts) % (len(samples) - BATCH)
+        return _halves(torch.from_numpy(samples[first : first + BATCH].astype(np.int64)))
 
-    return Opened(batches(), lambda: place[0])
+    return Opened(iter(batch, None), lambda: next(firsts))
 
 
 # ---------------------------------------------------------------- torchdata
@@ -103,27 +92,6 @@ def open_torchdata(root: Path, state: Any, workers: int) -> Opened:
     return _opened(loader, state)
 
 
-# ---------------------------------------------------------------- grain
-
-
-def open_grain(root: Path, state: Any, workers: int) -> Opened:
-    import grain
-
-    samples = np.load(root / "samples.npy", mmap_mode="r")
-    dataset = (
-        grain.MapDataset.source(samples)
-        .shuffle(seed=0)
-        .repeat()
-        .batch(BATCH)
-        .to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8))
-    )
-    iterator = iter(dataset)
-    if state is not None:
-        iterator.set_state(state)
-    batches = (_halves(torch.from_numpy(batch.astype(np.int64))) for batch in iterator)
-    return Opened(batches, iterator.get_state)
-
-
 # ---------------------------------------------------------------- MosaicML streaming
 
 
@@ -134,13 +102,8 @@ def _let_streaming_import() -> None:
     except (ImportError, RuntimeError):
         import transformers  # noqa: F401  looks for torchvision too, so must come before it is replaced
 
-        for name in (
-            "torchvision",
-            "torchvision.datasets",
-            "torchvision.transforms",
-            "torchvision.transforms.functional",
-        ):
-            sys.modules[name] = MagicMock(__spec__=None)
+        for name in ("", ".datasets", ".transforms", ".transforms.functional"):
+            sys.modules[f"torchvision{name}"] = MagicMock(__spec__=None)
         sys.modules["torchvision.datasets"].VisionDataset = object  # type: ignore[attr-defined]
 
 
@@ -198,7 +161,6 @@ def open_litdata(root: Path, state: Any, workers: int) -> Opened:
 PEERS = {
     "numpy memory map": Peer("numpy", write_flat, open_memmap, (0,)),
     "torchdata": Peer("torchdata", write_flat, open_torchdata, (0, 2)),
-    "grain": Peer("grain", write_flat, open_grain, (0,)),
     "streaming": Peer("streaming", write_streaming, open_streaming, (0, 1, 2)),
     "litdata": Peer("litdata", write_litdata, open_litdata, (0, 1, 2)),
 }
