@@ -18,7 +18,7 @@ import textwrap
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -447,22 +447,22 @@ class Failures:
 class Config:
     """A whole run."""
 
-    run: Run = field(default_factory=Run)
-    model: Model = field(default_factory=Model)
-    data: Data = field(default_factory=Data)
-    training: Training = field(default_factory=Training)
-    optimizer: Optimizer = field(default_factory=Optimizer)
-    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
-    compile: Compile = field(default_factory=Compile)
-    float8: Float8 = field(default_factory=Float8)
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
-    validation: Validation = field(default_factory=Validation)
-    metrics: Metrics = field(default_factory=Metrics)
-    profiling: Profiling = field(default_factory=Profiling)
-    comm: Comm = field(default_factory=Comm)
-    failures: Failures = field(default_factory=Failures)
+    run: Run = Run()
+    model: Model = Model()
+    data: Data = Data()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    parallelism: Parallelism = Parallelism()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    float8: Float8 = Float8()
+    checkpoint: Checkpoint = Checkpoint()
+    validation: Validation = Validation()
+    metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
+    comm: Comm = Comm()
+    failures: Failures = Failures()
 
 
 SECTIONS: types.MappingProxyType[str, type] = types.MappingProxyType(get_type_hints(Config))
@@ -550,13 +550,13 @@ def read_recorded(text: bytes, place: object) -> dict[str, Any]:
         recorded = tomllib.loads(text.decode())
     except ValueError as error:  # also bytes that are not UTF-8
         raise ConfigError(f"{place}: its config is not valid TOML: {error}") from None
-    values: dict[str, dict[str, Any]] = {section: {} for section in recorded if section in SECTIONS}
+    values: dict[str, dict[str, Any]] = {}
     unknown = []
     for section, entries in recorded.items():
         for name, value in entries.items():
             try:
                 from_dict({section: {name: value}})
-                values[section][name] = value
+                values.setdefault(section, {})[name] = value
             except ConfigError:
                 unknown.append(f"{section}.{name} = {_redact(repr(value))}")
     if unknown:
@@ -704,10 +704,10 @@ def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     before = dataclasses.asdict(old)
     after = dataclasses.asdict(new)
     changed = {}
-    for key in KINDS:
-        section, name = key.split(".")
-        if before[section][name] != after[section][name]:
-            changed[key] = before[section][name], after[section][name]
+    for section, values in before.items():
+        for name, value in values.items():
+            if value != after[section][name]:
+                changed[f"{section}.{name}"] = value, after[section][name]
     return changed
 
 

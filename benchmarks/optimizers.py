@@ -80,11 +80,9 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for step in found[seeds[0], "adamw"]:
         for name, rate in best.items():
-            losses = [found[seed, name][step][0] for seed in seeds]
-            seconds = [found[seed, name][step][1] for seed in seeds]
+            losses, seconds = zip(*(found[seed, name][step] for seed in seeds), strict=True)
             row = {"optimizer": name, "lr": rate, "step": step, "loss": round(statistics.fmean(losses), 4)}
-            row["spread"] = round(max(losses) - min(losses), 4)
-            row["seconds"] = round(statistics.fmean(seconds), 1)
+            row |= {"spread": round(max(losses) - min(losses), 4), "seconds": round(statistics.fmean(seconds), 1)}
             add_row(arguments, rows, row)
     write_page(folders, output / "compare.html")
     adamw, muon = rows[-2:]

@@ -80,34 +80,39 @@ def main(argv: list[str]) -> None:
     default = Path("outputs/float8-parity")
     parser.add_argument("--output", type=output_path, default=default, help="new folder (default %(default)s)")
     arguments, rest = parser.parse_known_args(argv)
-    output, config, rank = arguments.output.resolve(), load_config([*rest, *SETTINGS]), launch_environment().rank
+    output = arguments.output.resolve()
+    config = load_config([*rest, *SETTINGS])
+    rank = launch_environment().rank
     if rank == 0 and output.exists():
         raise ConfigError(f"--output {output}: exists; name a new folder")
-    seed, folders, losses = config.run.seed, list[Path](), list[float]()
+    seed = config.run.seed
+    folders = []
+    losses = []
     for name, its_seed in (("bf16", seed), ("float8", seed), ("bf16", seed + 1)):
-        folders.append(output / f"{name}-seed{its_seed}")
-        run = replace(config.run, seed=its_seed, folder=str(folders[-1]))
+        folder = output / f"{name}-seed{its_seed}"
+        run = replace(config.run, seed=its_seed, folder=str(folder))
         _, row = train(replace(config, run=run, float8=replace(config.float8, enable=name == "float8")))
+        folders.append(folder)
         losses.append(row["validation_loss"])
     if rank:
         return
 
-    difference, seeds_differ = losses[1] - losses[0], abs(losses[2] - losses[0])
     device = torch.device(device_type())
     converted, skipped = convert_to_float8(build_model(*find_model(config.model, data_vocab_size=1)), config.float8)
     trained = load_trained(str(folders[0]), device=device, dtype=torch.float32).model
     layers = measure_layers(trained, converted, config, device)
-    verdict = {"difference": difference, "seeds_differ": seeds_differ, "within": abs(difference) < seeds_differ}
+    difference = losses[1] - losses[0]
+    seeds_differ = abs(losses[2] - losses[0])
+    within = abs(difference) < seeds_differ
+    verdict = {"difference": difference, "seeds_differ": seeds_differ, "within": within}
     report = {"verdict": verdict, "validation_losses": losses, "skipped": skipped, "layers": layers}
     (output / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     write_page(folders, output / "compare.html")
     for key in ("y", "dx", "dw"):
-        name = min(layers, key=lambda name: layers[name][key])
-        print(f"worst {key:<2}: {layers[name][key]:.1f} dB, in {name}")
-    print(
-        f"validation loss, float8 - bf16: {difference:+.4f} nats, {'within' if verdict['within'] else 'BEYOND'} what "
-        f"another seed changes, {seeds_differ:.4f}\nwritten: {output}/report.json"
-    )
+        noise, name = min((noise[key], name) for name, noise in layers.items())
+        print(f"worst {key:<2}: {noise:.1f} dB, in {name}")
+    found = f"{difference:+.4f} nats, {'within' if within else 'BEYOND'} what another seed changes, {seeds_differ:.4f}"
+    print(f"validation loss, float8 - bf16: {found}\nwritten: {output}/report.json")
 
 
 if __name__ == "__main__":

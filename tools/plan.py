@@ -128,12 +128,13 @@ def plan_text(found: Mapping[str, Any]) -> str:
     speed = found["speed"]
     run = found["run"]
     memory = [f"  {cause:<14}{held[cause]:>9.2f}" for cause in ("weights", "optimizer", "peak", "reserved")]
-    traffic = [
-        f"  {axis:<14}{kind:<16}{calls:>7} calls {size / GIB:>10.3f} GiB"
-        for axis, kind, calls, size in found["traffic"]
-    ]
+    row = "  {:<14}{:<16}{:>7} calls {:>10.3f} GiB"
+    traffic = [row.format(axis, kind, calls, size / GIB) for axis, kind, calls, size in found["traffic"]]
     parts = ("matmul", "attention", "pointwise", "optimizer", "intra_node", "inter_node", "bubble", "idle")
     seconds = ", ".join(f"{name} {speed[name]:.3f}" for name in parts)
+    trust = "unfitted: no run of today's software on this device is known"
+    if found["fitted_to"]:
+        trust = f"fitted to {found['fitted_to']}"
     lines = [
         f"{found['parameters']:,} parameters; {found['layout']}; {found['tokens_per_step']:,} tokens per step",
         f"\nmemory of a rank of stage {found['stage']}, GiB  [counted on the real step; reserved: estimated]",
@@ -141,7 +142,7 @@ def plan_text(found: Mapping[str, Any]) -> str:
         f"  of {held['device']:.1f}: {'fits' if found['fits'] else 'DOES NOT FIT'}",
         "\ntraffic per step of a rank of the last stage, whole tensors  [counted on the real step]",
         *traffic,
-        f"\nspeed  [modelled on the counts; {_trust(found)}]",
+        f"\nspeed  [modelled on the counts; {trust}]",
         f"  {_rates(found)}; MFU {100 * speed['mfu']:.1f} %",
         f"  {speed['step_seconds']:.3f} s per step: {seconds}",
         "  TFLOP: " + ", ".join(f"{kind} {value:,.2f}" for kind, value in found["tflop"].items()),
@@ -152,12 +153,6 @@ def plan_text(found: Mapping[str, Any]) -> str:
         f"{run['lost_pct']:.1f} % of the time lost",
     ]
     return "\n".join(lines)
-
-
-def _trust(found: Mapping[str, Any]) -> str:
-    if found["fitted_to"]:
-        return f"fitted to {found['fitted_to']}"
-    return "unfitted: no run of today's software on this device is known"
 
 
 def _rates(found: Mapping[str, Any]) -> str:

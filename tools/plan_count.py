@@ -190,7 +190,6 @@ class CountedStep:
     def begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """What is counted from here on belongs to the optimizer."""
         self.before = self.tally.peak
-        self.tally.peak = self.tally.live
         self.tally.part = "update"
         self._states = optimizer.state
 

@@ -127,8 +127,9 @@ class Tally(TorchDispatchMode):
         if name in COLLECTIVES and func.namespace in ("c10d", "_c10d_functional"):
             kind, place = COLLECTIVES[name]
             key, whole = (_axis_of(args), kind), tree_leaves(result if place < 0 else args[place])
-            calls, size = self.sent.get(key, (0, 0))
-            self.sent[key] = [calls + 1, size + sum(x.numel() * x.element_size() for x in whole)]
+            sent = self.sent.setdefault(key, [0, 0])
+            sent[0] += 1
+            sent[1] += sum(x.numel() * x.element_size() for x in whole)
         elif name in MATMULS:
             kind = str(args[0].dtype).removeprefix("torch.")
             kind = "float8" if kind.startswith("float8") else kind

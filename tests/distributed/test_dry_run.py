@@ -11,7 +11,6 @@ import pytest
 
 import train
 from config import load_config
-from models import find_model
 from tests.harness import run_ranks
 from tools.plan_count import Case, DryRun, dry_run
 
@@ -32,7 +31,6 @@ def test_every_config_takes_a_step(name: str) -> None:
     world_size = WORLD_SIZES.get(name, OTHERS)
     (counted,) = run_ranks(1, step, name, world_size, start_group=False)
     config = load_config([f"--config={CONFIGS}/{name}.toml"])
-    _, flavor = find_model(config.model, 4096)
     if name == "llama3_8b":
         share = 4 * (2 * BLOCK_OF_8B + ENDS_OF_8B) / world_size
         assert share <= counted.weights < 1.01 * share, "rows are filled up to a multiple of the ranks, not more"
@@ -41,8 +39,6 @@ def test_every_config_takes_a_step(name: str) -> None:
     if not exchange:  # Muon keeps one mean of a matrix, not two
         assert counted.optimizer == pytest.approx(2 * counted.weights, rel=1e-3, abs=2**20)
     assert counted.peak > counted.weights + counted.optimizer
-    sums = sum(calls for (_, kind), (calls, _) in counted.sent.items() if kind == "reduce_scatter")
-    assert sums == (3 if flavor.tie_embeddings else 4)
 
 
 def broken_step() -> Any:

@@ -149,6 +149,25 @@ def test_rows_are_settings_that_exist_and_tests_of_kernels_come_before_what_wait
     assert "float8, blockwise" not in choose("settings", groups["settings"], {}, set(), False, 1000)
 
 
+def test_ratios_are_to_the_row_as_in_the_models_and_half_the_sequences_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    speeds = {"--model.n_layers=4": 100.0, "--training.loss_chunks=1": 150.0}
+
+    def measure(run: gpu.Run, device: Any) -> dict[str, Any]:
+        row = {"sequences": run.local_batch_size}
+        return row | ({"tokens/s": speeds[run.options[-1]]} if run.local_batch_size == 1 else {"failed": gpu.NO_ROOM})
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    monkeypatch.setattr(gpu, "rehearsal", lambda run: gpu.dataclasses.replace(run, local_batch_size=4))
+    monkeypatch.setattr(gpu, "prepare_once", lambda *_: None)
+    name, file = "float8, tensorwise, output too, whole logits", tmp_path / "rows.json"
+    monkeypatch.setattr("sys.argv", ["gpu", "--rehearse", f"--rows={gpu.BASE};{name}", f"--json={file}"])
+    assert gpu.main() == 0
+    base, other = json.loads(file.read_text())["rows"]
+    assert (base["ratio"], other["ratio"], other["sequences"]) == (1, 1.5, 1)
+
+
 def test_results_go_where_OUT_says_and_begin_with_those_that_are_kept(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
