@@ -56,6 +56,7 @@ CASES = {
         1, f"{LAYERS}=2", COMPILED, SELECTIVE, f"{BATCH}=40", "--training.loss_chunks=2"
     ),
     "FSDP 2, every second": case(2, f"{LAYERS}=3", FULL, EVERY_SECOND, RESHARD),
+    "offloaded": case(2, f"{LAYERS}=3", FULL, EVERY_SECOND, RESHARD, "--parallelism.cpu_offload=true"),
     "HSDP 2 x 2": case(4, f"{LAYERS}=4", REPLICAS, "--optimizer.state_dtype=bfloat16"),
     "TP 2, full": case(4, f"{LAYERS}=3", "--parallelism.tp=2", FULL),
     "CP 2": case(4, f"{LAYERS}=3", "--parallelism.cp=2", SELECTIVE),
@@ -137,6 +138,11 @@ def test_counts_are_those_by_hand(name: str, counts: dict[Case, DryRun]) -> None
     moments = 1 if tried.config.optimizer.state_dtype == "bfloat16" else 2  # of AdamW, in sizes of a weight
     assert counted.optimizer == pytest.approx(OPTIMIZERS.get(name, moments * counted.weights), rel=1e-3)
     assert ("float8" in counted.flops) == tried.config.float8.enable
+
+
+def test_what_the_host_holds_is_not_in_the_peak(counts: dict[Case, DryRun]) -> None:
+    whole = counts[CASES["FSDP 2, every second"]]
+    assert whole.peak - counts[CASES["offloaded"]].peak == whole.weights + whole.optimizer
 
 
 def test_two_and_three_microbatches_count_as_all_five(counts: dict[Case, DryRun]) -> None:
@@ -286,6 +292,10 @@ def test_messages_beside_kernels_slow_them() -> None:
     kernels = alone["matmul"] + alone["attention"] + alone["pointwise"]
     assert found["matmul"] == pytest.approx(alone["matmul"] * (1 + CONTENTION * wait / kernels))
     assert found["inter_node"] == found["intra_node"] == 0, "hidden"
+    _, config, cluster, _ = parse([*WORDS, REPLICAS, "--parallelism.local_steps=10"])
+    found = estimated(config, cluster, dp_replicate__all_reduce=[1, 10**11])
+    wait = sent_bytes("all_reduce", 1e11, 2) / (cluster.bandwidth * NETWORK_SHARE) / 10  # of a step
+    assert found["matmul"] == pytest.approx(alone["matmul"] * (1 + CONTENTION * wait / kernels))
 
 
 def test_on_a_slow_network_a_step_takes_as_long_as_its_traffic() -> None:
