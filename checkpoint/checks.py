@@ -9,8 +9,8 @@ from typing import Any
 from checkpoint import CheckpointError
 from checkpoint.branch import BEST, Parent, find_fork, read_parent, split_place
 from checkpoint.companions import check_vocabulary
-from checkpoint.loading import by_age, check_identity, load_newest, locate, open_stores
-from checkpoint.manifest import Opened, finished, step_of
+from checkpoint.loading import check_identity, load_newest, locate, open_stores
+from checkpoint.manifest import Opened, by_step, finished, step_of
 from checkpoint.owner import check_owner
 from checkpoint.ranks import Ranks
 from config import Config, ConfigError, TitaniteError
@@ -56,36 +56,32 @@ def check_checkpoints(
     if not settings.enable:
         _check_beginning(config, identity, None, data)
         return []
-    saved: list[tuple[Store, list[str]]] = []
+    own: list[tuple[Store, str]] = []
     for key, store in open_stores(config, run_folder).items():
         try:
             store.check_writable()
         except StoreError as error:
             what = f"checkpoint.{key} = {store.url!r}: cannot be written to and read back"
             raise type(error)(f"{what}: {error}") from None
-        names = finished(store.sizes())
-        check_owner(key, [(store, name) for name in names], run_folder, job)
-        saved.append((store, names))
-    own = by_age(saved)
+        found = [(store, name) for name in finished(store.sizes())]
+        check_owner(key, found, run_folder, job)
+        own += found
     resumable = [pair for pair in own if step_of(pair[1]) is not None]
     parent = read_parent(run_folder)
     if resumable:
-        _check_reached(config.training.steps, *resumable[0])
+        store, name = max(resumable, key=lambda pair: by_step(pair[1]))
+        reached = step_of(name) or 0
+        steps = config.training.steps
+        if reached > steps:
+            raise ConfigError(
+                f"training.steps = {steps}: this run has reached step {reached}, {join(store.url, name)}: "
+                f"set {reached} or more, or another run.folder"
+            )
     if parent or (resumable and (run_folder / "config.toml").is_file()):
         _check_same_branch(settings.branch_from, run_folder, parent)
     if not resumable:  # a run with checkpoints of its own no longer needs another's
         _check_beginning(config, identity, parent, data)
     return [name for _, name in own]
-
-
-def _check_reached(steps: int, store: Store, name: str) -> None:
-    """Refuse a last step that the run, whose newest checkpoint this is, has gone past."""
-    reached = step_of(name) or 0
-    if reached > steps:
-        raise ConfigError(
-            f"training.steps = {steps}: this run has reached step {reached}, {join(store.url, name)}: "
-            f"set {reached} or more, or another run.folder"
-        )
 
 
 def _check_same_branch(branch_from: str, run_folder: Path, parent: Parent | None) -> None:

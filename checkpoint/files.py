@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import groupby
 from typing import IO, Any, NamedTuple, cast
 
 import pyarrow as pa
@@ -158,11 +159,8 @@ def copy_files(source: Store, target: Store, name: str, written: Written, on_pro
                 raw.write(data)
                 on_progress()
 
-    files: dict[str, list[_StorageInfo]] = {}
-    for info in written.values():  # in the order of their offsets
-        files.setdefault(info.relative_path, []).append(info)
-    for file, items in files.items():
-        copy(f"{name}/{file}", items)
+    for file, items in groupby(written.values(), lambda info: info.relative_path):  # in the order of their offsets
+        copy(f"{name}/{file}", [*items])
 
 
 # ---------------------------------------------------------------- reading

@@ -125,20 +125,31 @@ class CheckpointManager:
             if isinstance(store, LocalStore):
                 check_shared(key, store, self.ranks)
         own = self.ranks.from_rank_0(self._take_places)
+        parent = self.ranks.from_rank_0(partial(read_parent, self.run_folder))
+        fork = find_fork(self.settings.branch_from, parent)
         resumed = ""
         damaged = set[tuple[str, str]]()
-        if own:
-            opened, damaged = self._load_all(own)
+        if own or fork:
+            opened, _, damaged = load_newest(own or self._locate(fork), self.ranks, self._fill)
+            manifest = opened.manifest
             resumed = opened.name
-            logger.info(f"resumed from {opened.url}, world size {opened.manifest['world_size']} then")
-            parent = opened.manifest.get("parent")
-            self._record_parent(Parent(**parent) if parent else None)
+            self.dataloader.load_state_dict(manifest["dataloader"])
+            self.declared = declared_by(opened)
+            self.newest_step = manifest["step"]
+            recorded = manifest.get("parent")
+            if own:
+                parent = Parent(**recorded) if recorded else None
+            else:
+                tokens = saved_position(manifest["dataloader"]).tokens
+                parent = Parent(split_place(fork)[0], manifest["step"], manifest.get("run", ""), tokens)
+            self.parent = self.ranks.from_rank_0(partial(record_parent, self.run_folder, parent))
+            how = "resumed" if own else "branched"
+            logger.info(f"{how} from {opened.url}, world size {manifest['world_size']} then")
         else:
-            self._begin()
+            self._load_initial()
         if self.ranks.is_coordinator:  # killed saves, or a kill after a commit, have left what may fill the disk
             for retention in self.retentions:
-                retention.damaged = {name for url, name in damaged if url == retention.store.url}
-                retention.start(resumed)
+                retention.start(resumed, damaged)
         if not own and self.settings.save_initial:
             self.save(self.newest_step or 0)
         return self.newest_step or 0
@@ -167,32 +178,8 @@ class CheckpointManager:
             record_known(self.run_folder, {name for _, name in own} - known)  # it was checked, and is the run's
         return own
 
-    def _load_all(self, candidates: list[tuple[Store, str]]) -> tuple[Opened, set[tuple[str, str]]]:
-        """Load the newest intact of some checkpoints. Returns it, and the (url, name) of damaged ones before."""
-        opened, _, damaged = load_newest(candidates, self.ranks, self._fill)
-        self.dataloader.load_state_dict(opened.manifest["dataloader"])
-        self.declared = declared_by(opened)
-        self.newest_step = opened.manifest["step"]
-        return opened, damaged
-
     def _locate(self, place: str) -> list[tuple[Store, str]]:
         return self.ranks.from_rank_0(partial(locate, place, self.config.comm.store_retry_seconds))
-
-    def _begin(self) -> None:
-        """Load what a run without checkpoints of its own begins from, if it is set: a trunk's state, or weights."""
-        begun = self.ranks.from_rank_0(partial(read_parent, self.run_folder))
-        fork = find_fork(self.settings.branch_from, begun)
-        if not fork:
-            self._load_initial()
-            return
-        opened, _ = self._load_all(self._locate(fork))
-        manifest = opened.manifest
-        logger.info(f"branched from {opened.url}, world size {manifest['world_size']} then")
-        tokens = saved_position(manifest["dataloader"]).tokens
-        self._record_parent(Parent(split_place(fork)[0], manifest["step"], manifest.get("run", ""), tokens))
-
-    def _record_parent(self, parent: Parent | None) -> None:
-        self.parent = self.ranks.from_rank_0(partial(record_parent, self.run_folder, parent))
 
     def _load_initial(self) -> None:
         """Load the weights of `checkpoint.initial_load`, if set, into the model. Collective."""

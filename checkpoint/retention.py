@@ -85,12 +85,13 @@ class Retention:
         """Claim the store for this start."""
         self.others_may_write = take_claim(self.store, self.this_start)
 
-    def start(self, resumed: str) -> None:
+    def start(self, resumed: str, damaged: Collection[tuple[str, str]]) -> None:
         """Remove what killed saves have left, and more checkpoints than are kept, before this start's first save.
 
         If the start before was on another machine, it may not have ended: then what it has left
         stays until a commit.
         """
+        self.damaged = {name for url, name in damaged if url == self.store.url}
         with _warned("what killed saves have left stays, and takes room"):
             sizes = self.store.sizes()
             self.own = {*finished(sizes)}  # check_checkpoints has just asked whose they are

@@ -112,6 +112,11 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.parent.name.split("-")[1]) for path in folder.glob("checkpoints/*/MANIFEST.json"))
 
 
+def content(folder: Path | str) -> dict[Path, bytes]:
+    """Every file of a folder."""
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
 def final_weights(folder: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
     """Everything in the newest checkpoint, read by torch's own tool."""
     newest = max(path for path in (folder / "checkpoints").iterdir() if path.is_dir())

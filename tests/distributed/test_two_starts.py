@@ -10,15 +10,11 @@ from unittest.mock import patch
 from config import load_config
 from run.run import run_and_leave
 from tests.harness import prepare_fork
-from tests.runs import final_weights, flat, how_it_ended, launch, read, run, same
+from tests.runs import content, final_weights, flat, how_it_ended, launch, read, run, same
 from tools.audit import prove
 from train import train
 
 SETTINGS = ("--checkpoint.interval=3", "--validation.enable=false")
-
-
-def content(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def settled(folder: Path) -> dict[Path, bytes]:

@@ -19,10 +19,7 @@ from checkpoint.owner import TakenOverError
 from config import Checkpoint, Config, ConfigError
 from storage import LocalStore, StoreError, open_store
 from tests.distributed.checkpoint_runs import IDENTITY, Run, flip_bit, steps_in
-
-
-def content(folder: Path | str) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+from tests.runs import content
 
 
 def test_a_start_is_refused_where_another_run_has_saved(tmp_path):
