@@ -204,7 +204,7 @@ def test_what_is_done_in_the_background_leaves_the_cores_to_training(tmp_path):
 )
 def test_a_disk_with_no_room_for_what_is_kept_is_refused_before_the_first_step(tmp_path, monkeypatch, tensors, changed):
     """Of each weight a checkpoint holds `tensors` of its size, with its moments."""
-    run = Run(tmp_path, keep=2)
+    run = Run(tmp_path, keep=1, keep_best=True)
     run.checkpoint.config = replace(run.checkpoint.config, **changed)
     one = tensors * sum(parameter.nbytes for parameter in run.model.parameters())
     _fake_disk(monkeypatch, lambda: int(2.9 * one))
@@ -287,6 +287,20 @@ def test_what_killed_saves_left_goes_at_the_next_start_and_nothing_else(tmp_path
     assert not any(folder.exists() for folder in left)
     assert steps_in(tmp_path) == [4, 3], "and more than `keep`, as after a kill before their removal"
     assert (tmp_path / "notes").exists()
+
+
+def test_what_a_listing_does_not_show_yet_is_no_leftover(tmp_path, monkeypatch):
+    Run(tmp_path, interval=1, keep=0).train(0, 2)
+    manifest = f"{committed(open_store(tmp_path))[0]}/MANIFEST.json"
+    sizes = LocalStore.sizes
+
+    def list_late(store, prefix=""):
+        return {name: size for name, size in sizes(store, prefix).items() if name != manifest}
+
+    monkeypatch.setattr(LocalStore, "sizes", list_late)
+    assert Run(tmp_path, interval=1, keep=0).checkpoint.load() == 1
+    monkeypatch.undo()
+    assert steps_in(tmp_path) == [2, 1]
 
 
 def _leave(folder: Path, step: int, kind: str, size: int) -> Path:
