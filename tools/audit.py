@@ -145,7 +145,8 @@ def _read_rank(run: Path, rank: int) -> dict[str, Start]:
     starts = {}
     for start_id, start in _read_rank(parent.folder, rank).items():
         before_fork = (parent.tokens - start.began.tokens) // start.tokens_per_step
-        starts[start_id] = start._replace(checksums=start.checksums[: max(before_fork, 0)])
+        if before_fork >= 0:
+            starts[start_id] = start._replace(checksums=start.checksums[:before_fork])
     return starts | own
 
 

@@ -230,21 +230,6 @@ def watched_stream(split: Split, readers: ThreadPoolExecutor, away: Container[in
     return Stream(watched, "name", readers, seed=0, window_blocks=WINDOW), asked
 
 
-def test_the_next_window_is_read_ahead_across_epochs(folders):
-    split = open_dataset(str(folders[0])).split("train")
-    last = len(split.tokens) % WINDOW or WINDOW
-    with ThreadPoolExecutor(1) as readers:
-        stream, asked = watched_stream(split, readers)
-        for token, blocks in (
-            (0, 2 * WINDOW),  # the first window and the next
-            (split.total_tokens - 1, 3 * WINDOW + last),  # the last window and the first of the next epoch
-            (split.total_tokens, 4 * WINDOW + last),  # which was there already; and its next
-        ):
-            stream.read(token, 1)
-            readers.submit(int).result()
-            assert len(asked) == blocks
-
-
 def test_an_outage_while_a_window_was_read_ahead_is_over_when_it_is_opened(folders):
     """What could not be read then is asked for again; what cannot be read now is raised."""
     split, away = open_dataset(str(folders[0])).split("train"), {WINDOW + 1, WINDOW + 3}
