@@ -121,7 +121,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             init_weights(part, home, config.run.seed, watchdog.alive)
         loss_fn = build_loss(config.compile, mesh, training.z_loss)
         chunked = build_chunked_loss(config.compile, mesh, chunks, training.z_loss) if chunks > 1 else None
-        compute = build_compute(parts, loss_fn, flavor.dim, flavor.vocab_size, mesh, config, chunked)
+        compute = build_compute(parts, loss_fn, flavor, mesh, config, chunked)
         parameters = [parameter for part in parts for parameter in part.parameters()]
         group = dims.build_update_group() if groups else None
         optimizer = build_optimizer(parts, config.optimizer, config.compile, group, training.param_dtype)

@@ -35,18 +35,17 @@ class Compute(NamedTuple):
 def build_compute(
     parts: list[nn.Module],
     loss_fn: LossFn,
-    dim: int,
-    vocab_size: int,
+    flavor: Any,
     mesh: Mesh,
     config: Config,
     chunked_loss: ChunkedLoss | None = None,
 ) -> Compute:
-    """Build the computation of the whole model, or of the pipeline stages `parts`, whose hidden states have size `dim`.
+    """Build the computation of the whole model, or of the pipeline stages `parts`.
 
-    With `chunked_loss` the whole model computes that instead of logits.
+    `flavor` has the model's `dim` and `vocab_size`. With `chunked_loss` the whole model computes that, not logits.
     """
     if mesh.pp.size() > 1:
-        return _build_pipeline(parts, loss_fn, dim, vocab_size, mesh, config)
+        return _build_pipeline(parts, loss_fn, flavor, mesh, config)
     (model,) = parts
 
     def forward(tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
@@ -70,10 +69,8 @@ def build_compute(
     return Compute(forward_backward, forward)
 
 
-def _build_pipeline(
-    parts: list[nn.Module], loss_fn: LossFn, dim: int, vocab_size: int, mesh: Mesh, config: Config
-) -> Compute:
-    stages = _build_stages(parts, dim, vocab_size, mesh, config)
+def _build_pipeline(parts: list[nn.Module], loss_fn: LossFn, flavor: Any, mesh: Mesh, config: Config) -> Compute:
+    stages = _build_stages(parts, flavor, mesh, config)
     is_first = stages[0].is_first
     is_last_stage = stages[-1].is_last
     device = stages[0].device
@@ -118,7 +115,7 @@ def _build_pipeline(
     return Compute(forward_backward, forward)
 
 
-def _build_stages(parts: list[nn.Module], dim: int, vocab_size: int, mesh: Mesh, config: Config) -> list["_Stage"]:
+def _build_stages(parts: list[nn.Module], flavor: Any, mesh: Mesh, config: Config) -> list["_Stage"]:
     """This rank's stages, with shapes, which the first step would otherwise find by an extra forward and backward."""
     settings, training = config.parallelism, config.training
     device = torch.device(mesh.pp.device_type)
@@ -127,13 +124,13 @@ def _build_stages(parts: list[nn.Module], dim: int, vocab_size: int, mesh: Mesh,
     size = settings.pp_microbatch_size
     length = training.seq_len // mesh.cp.size()
     tp = mesh.tp.size()
-    hidden_shape = [size, length, dim]
+    hidden_shape = [size, length, flavor.dim]
     if tp > 1:  # which cuts the tokens of all sequences, in one row
-        hidden_shape = [size * length // tp, dim]
+        hidden_shape = [size * length // tp, flavor.dim]
     dtype = getattr(torch, training.param_dtype)
     tokens = torch.empty(size, training.seq_len, dtype=torch.int64, device="meta")
     hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
-    scores = torch.empty(size, length, vocab_size // tp, dtype=dtype, device="meta", requires_grad=True)
+    scores = torch.empty(size, length, flavor.vocab_size // tp, dtype=dtype, device="meta", requires_grad=True)
     n_stages = mesh.pp.size() * len(parts)
     stages = []
     for part, i in zip(parts, stages_of_rank(mesh.pp.get_local_rank(), settings), strict=True):
