@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from config import Config, ConfigError, Parallelism
 from parallel.fsdp import set_last_microbatch
@@ -71,8 +71,6 @@ def build_compute(
 
 def _build_pipeline(parts: list[nn.Module], loss_fn: LossFn, flavor: Any, mesh: Mesh, config: Config) -> Compute:
     stages = _build_stages(parts, flavor, mesh, config)
-    is_first = stages[0].is_first
-    is_last_stage = stages[-1].is_last
     device = stages[0].device
     divisor = torch.ones((), device=device)  # read by the loss, which the schedule calls with two arguments
     kind = get_schedule_class(config.parallelism.pp_schedule)
@@ -82,7 +80,7 @@ def _build_pipeline(parts: list[nn.Module], loss_fn: LossFn, flavor: Any, mesh: 
             stages[-1].forget_outputs()
         return loss_fn(output, labels) / divisor
 
-    run_by: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+    run_by: Any = stages if len(stages) > 1 else stages[0]
     schedule = kind(
         run_by,
         config.training.local_batch_size // config.parallelism.pp_microbatch_size,
@@ -91,13 +89,12 @@ def _build_pipeline(parts: list[nn.Module], loss_fn: LossFn, flavor: Any, mesh: 
     )
 
     def run(action: Callable[..., object], tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
-        inputs = [tokens.contiguous()] if is_first else []  # torch 2.11 takes no other strides
+        inputs = [tokens.contiguous()] if stages[0].is_first else []  # torch 2.11 takes no other strides
         kwargs = {} if positions is None else {"positions_BS": positions}
-        if not is_last_stage:
-            action(*inputs, **kwargs)
-            return torch.zeros((), device=device)
         losses: list[Tensor] = []
         action(*inputs, target=labels, losses=losses, **kwargs)
+        if not losses:  # without the last layer
+            return torch.zeros((), device=device)
         return torch.stack(losses).sum()
 
     def forward(tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
