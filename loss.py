@@ -28,19 +28,7 @@ def loss_chunks(config: Config) -> int:
         raise ConfigError(f"training.loss_chunks = {chunks}: needs parallelism.tp = 1 and pp = 1")
     if chunks == 0:
         chunks = 1 if is_split else 4
-    if chunks > 1 and _has_float8_output(config.float8):
-        tokens = config.training.local_batch_size * config.training.seq_len // config.parallelism.cp
-        multiple = 128 if config.float8.recipe == "blockwise" else 16
-        if tokens % (chunks * multiple):
-            needs = f"to divide {tokens} tokens into multiples of {multiple}, as the output layer is in float8"
-            raise ConfigError(f"training.loss_chunks = {chunks}: needs {needs}")
     return chunks
-
-
-def _has_float8_output(float8: settings.Float8) -> bool:
-    is_forced = any(part in "output" for part in float8.always)
-    is_skipped = any(part in "output" for part in float8.skip)
-    return float8.enable and not float8.emulate and (is_forced or not is_skipped)
 
 
 def check_loss(config: Config) -> None:

@@ -76,6 +76,11 @@ def _check_tokens(config: Config) -> None:
     sequences = training.local_batch_size if parallelism.pp == 1 else parallelism.pp_microbatch_size
     tokens = sequences * training.seq_len // parallelism.cp
     multiple = BLOCK if config.float8.recipe == "blockwise" else 16
+    float8 = config.float8
+    is_skipped = any(part in "output" for part in float8.skip)
+    is_output_in_float8 = any(part in "output" for part in float8.always) or not is_skipped
+    if is_output_in_float8 and parallelism.tp == parallelism.pp == 1:
+        multiple *= training.loss_chunks or 4  # each chunk of the loss sums its tokens
     if tokens % multiple:
         raise ConfigError(
             f"float8.enable = true: sequences x training.seq_len / parallelism.cp = {sequences} x {training.seq_len} "

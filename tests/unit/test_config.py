@@ -209,7 +209,7 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (
         ["--float8.enable", "--float8.skip=[]", IN_CHUNKS, "--training.seq_len=20"],
         1,
-        "into multiples of 16, as the out",
+        "tokens must be a multiple of 64",
     ),
     ([PP, GROUPS], 8, "needs reshard_after_forward = true, pp = 1, tp = 1 and local_steps = 0"),
     ([BUDGET], 1, INDUCTOR),
