@@ -2,18 +2,22 @@
 
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
+from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 from torch._inductor import metrics
 from torch._inductor.async_compile import AsyncCompile
 
-from config import ActivationCheckpoint, Float8
+from config import ActivationCheckpoint, Compile, Float8
 from float8.convert import convert_to_float8
+from loss import build_loss
 from models.init import init_weights
 from models.llama.model import Llama, LlamaConfig, rope_cos_sin
 from parallel.activation_checkpoint import apply_activation_checkpoint, guide_compiler
@@ -100,6 +104,19 @@ def test_a_memory_budget_is_a_share_of_the_activations_alone() -> None:
     (whole,) = run_ranks(1, kept_bytes, Float8(), KEEP_ALL, 32)
     (share,) = run_ranks(1, kept_bytes, Float8(), budget, 32)
     assert share < 0.8 * whole
+
+
+def test_the_loss_has_no_part_in_the_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would compute the logits, nearly all that it keeps, twice."""
+    budgets = []
+
+    def watch(function: Any, **_: Any) -> Any:
+        return lambda *args: budgets.append(functorch.activation_memory_budget) or function(*args)
+
+    monkeypatch.setattr(torch, "compile", watch)
+    with functorch.patch(activation_memory_budget=0.5):
+        build_loss(Compile(enable=True))(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64))
+    assert budgets == [1.0]
 
 
 def compile_with_cache(folder: Path, guided: bool = True) -> tuple[int, int]:
