@@ -194,7 +194,7 @@ def record_start(
 
 
 def _code(record: dict[str, Any]) -> str:
-    return f"{record['git_commit']} {record['patch']}".strip()
+    return f"{record['git_commit']} {record.get('patch', '')}".strip()
 
 
 def _record_patch(folder: Path) -> str:

@@ -89,7 +89,7 @@ def read_settings(folder: Path) -> dict[str, list[Any]]:
     values: dict[str, list[Any]] = {}
     for start in read_records(folder / "starts.jsonl"):
         found = {key: old for key, (old, _) in start["changed"].items()}  # from config.toml until then
-        found |= {key: start[key] for key in ("world_size", "git_commit", "patch", "python")}
+        found |= {key: start[key] for key in ("world_size", "git_commit", "patch", "python") if key in start}
         found |= {f"package {name}": version for name, version in start["packages"].items()}
         for key, value in found.items():
             values.setdefault(key, []).append(value)
