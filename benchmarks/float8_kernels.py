@@ -19,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,49 +32,46 @@ from models.llama import FLAVORS
 from models.llama.model import Llama
 
 RECIPES = ("tensorwise", "rowwise", "blockwise")
-SOURCES = ("copy", "gate", "gate_grad")
+SOURCES = ("norm", "copy", "gate", "gate_grad")
 TOKENS = 8192
 SAMPLE = 512, 1024  # the matrix whose bytes are counted
 
 
-class Kernel(NamedTuple):
-    """A kernel as it is launched: `function` of float8/kernels.py, its compile-time arguments, warps."""
+class Call(NamedTuple):
+    """A cast of a matrix [M, N]."""
 
-    name: str
-    function: str
-    constants: dict[str, Any]
-    warps: int
-    elements: int  # of a program
-    bytes_per_element: float
+    source: str
+    recipe: str
+    rows: bool
+    columns: bool
+
+    def read(self) -> int:
+        """Bytes per value of one pass over what it casts."""
+        return {"gate": 4, "gate_grad": 6}.get(self.source, 2)
+
+    def written(self) -> int:
+        row_outputs, column_outputs = (2, 3) if self.source == "gate_grad" else (1, 1)
+        return row_outputs * self.rows + column_outputs * self.columns
+
+    def fewest(self) -> int:
+        """Bytes per value that it must read and write, its maxima included."""
+        passes = 1 if self.recipe in ("blockwise", "squares") else 2
+        return passes * self.read() + self.written()
 
 
-def kernels() -> list[Kernel]:
-    from float8 import kernels as own
-
-    def value(code: Any) -> int:
-        return code.value
-
-    found = []
-    for recipe in (*RECIPES, "squares"):
-        for source in ("norm", *SOURCES) if recipe != "squares" else ("copy",):
-            read = {"gate": 4, "gate_grad": 6}.get(source, 2)
-            BM, BN, warps = own.tile_shape(source, recipe)
-            layouts = {"gate": (1, 0)}.get(source, (1, 1))
-            written = layouts[0] * (2 if source == "gate_grad" else 1) + layouts[1] * (
-                3 if source == "gate_grad" else 1
-            )
-            both = {"SOURCE": value(own.SOURCES[source]), "RECIPE": value(own.RECIPES[recipe])}
-            flags = {"E5M2": recipe == "tensorwise", "ROWS": bool(layouts[0]), "COLUMNS": bool(layouts[1])}
-            constants = both | flags | {"BM": BM, "BN": BN}
-            found.append(Kernel(f"cast {source} {recipe}", "cast_kernel", constants, warps, BM * BN, read + written))
+def kernels() -> list[tuple[Call, bool]]:
+    """The kernels as they are launched: for which cast, and whether it is the one that finds maxima."""
+    found = [(Call("copy", "squares", True, True), False)]
+    for recipe in RECIPES:
+        for source in SOURCES:
+            call = Call(source, recipe, True, source != "gate")
+            found.append((call, False))
             if recipe == "rowwise":
-                BM, BN, warps = own.tile_shape(source, recipe, collects=True)
-                constants = {"SOURCE": both["SOURCE"], "BM": BM, "BN": BN}
-                found.append(Kernel(f"maxima {source} {recipe}", "maxima_kernel", constants, warps, BM * BN, read))
+                found.append((call, True))
     return found
 
 
-def inspect(kernel: Kernel) -> dict[str, Any]:
+def inspect(call: Call, maxima: bool) -> dict[str, Any]:
     """What Triton and ptxas make of a kernel for sm_90, with sizes that 16 divides, as those of float8 are."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -81,17 +79,22 @@ def inspect(kernel: Kernel) -> dict[str, Any]:
 
     from float8 import kernels as own
 
-    function = getattr(own, kernel.function)
-    bf16 = ("a_ptr", "b_ptr", "c_ptr")
-    types: dict[str, str] = dict.fromkeys(function.arg_names, "*fp32") | dict.fromkeys(bf16, "*bf16")
-    types |= {"rows_ptr": "*u8", "columns_ptr": "*u8"}
-    types |= dict.fromkeys(("M", "N", "row_scales", "column_scales"), "i32")
-    if " norm " in kernel.name:
-        types["b_ptr"] = "*fp32"
-    signature = {name: "constexpr" if name in kernel.constants else types[name] for name in function.arg_names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(function.arg_names) if signature[n][0] in "*i"}
-    source = ASTSource(fn=function, signature=signature, constexprs=kernel.constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": kernel.warps})
+    function = own.maxima_kernel if maxima else own.cast_kernel
+    BM, BN, warps = own.tile_shape(call.source, call.recipe, maxima)
+    constants = {
+        "SOURCE": call.source, "RECIPE": call.recipe, "E5M2": call.recipe == "tensorwise", "ROWS": call.rows,
+        "COLUMNS": call.columns, "BM": BM, "BN": BN,
+    }  # fmt: skip
+    kinds = {"maxima_ptr": "*fp32", "row_scales_ptr": "*fp32", "column_scales_ptr": "*fp32"}
+    kinds |= {"rows_ptr": "*u8", "columns_ptr": "*u8", "a_ptr": "*bf16", "b_ptr": "*bf16", "c_ptr": "*bf16"}
+    if call.source == "norm":
+        kinds["b_ptr"] = "*fp32"
+    names = function.arg_names
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in constants}
+    constexprs = {name: constants[name] for name in names if name in constants}
+    source = ASTSource(fn=function, signature=signature, constexprs=constexprs, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "kernel.cubin"
@@ -105,32 +108,15 @@ def inspect(kernel: Kernel) -> dict[str, Any]:
         code = run("nvdisasm", "-c")
     assert usage
     instructions = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)) - len(re.findall(r"\bNOP\b", code))
-    per_element = instructions * kernel.warps * 32 / kernel.elements
-    widths = [
-        int(count or 1) * int(bits)
-        for count, bits in re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[bfus](\d+)", compiled.asm["ptx"])
-    ]
+    per_element = instructions * warps * 32 / (BM * BN)
+    loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[bfus](\d+)", compiled.asm["ptx"])
+    moved = call.read() + (0 if maxima else call.written())
     return {
-        "kernel": kernel.name, "warps": kernel.warps, "registers": int(usage[1]), "spilled bytes": int(usage[2]),
-        "shared bytes": compiled.metadata.shared, "instructions": per_element,
-        "instructions / byte": per_element / kernel.bytes_per_element, "load bits": max(widths),
+        "kernel": f"{'maxima' if maxima else 'cast'} {call.source} {call.recipe}", "warps": warps,
+        "registers": int(usage[1]), "spilled bytes": int(usage[2]), "shared bytes": compiled.metadata.shared,
+        "instructions": per_element, "instructions / byte": per_element / moved,
+        "load bits": max(int(count or 1) * int(bits) for count, bits in loads),
     }  # fmt: skip
-
-
-class Call(NamedTuple):
-    """A cast of a matrix [M, N]."""
-
-    source: str
-    recipe: str
-    rows: bool
-    columns: bool
-
-    def fewest(self) -> int:
-        """Bytes per value that it must read and write, its maxima included."""
-        read = {"gate": 4, "gate_grad": 6}.get(self.source, 2)
-        passes = 1 if self.recipe in ("blockwise", "squares") else 2
-        outputs = (2, 3) if self.source == "gate_grad" else (1, 1)
-        return passes * read + outputs[0] * self.rows + outputs[1] * self.columns
 
 
 class Calls(TorchDispatchMode):
@@ -158,8 +144,9 @@ def block_calls(recipe: str) -> list[tuple[Call, int]]:
     with model.norm.weight.fake_mode, Calls() as calls:  # type: ignore[union-attr]
         model(torch.zeros(1, TOKENS, dtype=torch.long)).sum().backward()
     # With one scale weights are gathered, or kept for a step, in float8. All other casts to one layout are of weights.
-    kept = [(call, n) for call, n in calls.found if recipe != "tensorwise" or call.source != "copy" or call.columns]
-    return [(call, n) for call, n in kept if recipe != "tensorwise" or call.source != "copy" or call.rows]
+    if recipe == "tensorwise":
+        return [(call, n) for call, n in calls.found if call.source != "copy" or (call.rows and call.columns)]
+    return calls.found
 
 
 def count_bytes(call: Call) -> float:
@@ -169,36 +156,28 @@ def count_bytes(call: Call) -> float:
 
     from float8 import kernels as own
 
-    builder: Any = interpreter.InterpreterBuilder
     total = 0
 
     def count(name: str, pointer: int, mask: int) -> Any:
-        original = getattr(builder, name)
+        original = getattr(interpreter.InterpreterBuilder, name)
 
         def counting(self: Any, *args: Any) -> Any:
             nonlocal total
             total += int(np.count_nonzero(args[mask].data)) * (args[pointer].get_element_ty().primitive_bitwidth // 8)
             return original(self, *args)
 
-        setattr(builder, name, counting)
-        return original
+        return mock.patch.object(interpreter.InterpreterBuilder, name, counting)
 
-    names = {"create_masked_load": (0, 1), "create_masked_store": (0, 2), "create_atomic_rmw": (1, 3)}
-    originals = {name: count(name, *places) for name, places in names.items()}
-    try:
-        x = torch.randn(SAMPLE).bfloat16()
-        tensors = [x] * {"gate": 2, "gate_grad": 3}.get(call.source, 1)
-        if call.source == "norm":
-            tensors += [torch.ones(SAMPLE[0]), torch.ones(SAMPLE[1]).bfloat16()]
-        maxima = torch.ones(3)
-        if call.recipe == "tensorwise":  # torch's kernel, of which at best the compiler makes one that reads once
-            total += x.numel() * {"gate": 4, "gate_grad": 6}.get(call.source, 2)
-        elif call.recipe == "rowwise":
-            maxima = own.line_maxima(call.source, tensors)
-        own.to_float8(call.source, call.recipe, tensors, maxima, False, call.rows, call.columns)
-    finally:
-        for name, original in originals.items():
-            setattr(builder, name, original)
+    x = torch.randn(SAMPLE).bfloat16()
+    tensors = [x] * (call.read() // 2)
+    if call.source == "norm":
+        tensors += [torch.ones(SAMPLE[0]), torch.ones(SAMPLE[1]).bfloat16()]
+    if call.recipe == "tensorwise":  # torch's kernel of maxima: at best the compiler makes one that reads once
+        total += x.numel() * call.read()
+    loads = count("create_masked_load", 0, 1)
+    stores = count("create_masked_store", 0, 2)
+    with loads, stores, count("create_atomic_rmw", 1, 3):
+        own.to_float8(call.source, call.recipe, tensors, torch.ones(3), False, call.rows, call.columns)
     return total / x.numel()
 
 
@@ -232,10 +211,10 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     bars: list[tuple[str, bool]] = []
     for kernel in kernels():
-        row = inspect(kernel)
+        row = inspect(*kernel)
         add_row(arguments, rows, row)
-        bars.append((f"{kernel.name}: no registers are spilled", row["spilled bytes"] == 0))
-        bars.append((f"{kernel.name}: loads of 128 bits", row["load bits"] == 128))
+        bars.append((f"{row['kernel']}: no registers are spilled", row["spilled bytes"] == 0))
+        bars.append((f"{row['kernel']}: loads of 128 bits", row["load bits"] == 128))
     interpreter = WithTriton(interpret=True)
     for recipe in RECIPES:
         found, ratio = measure_block(recipe, interpreter)

@@ -9,6 +9,7 @@ Shapes: M rows (tokens, or outputs of a weight), N columns. Scales are what to m
 """
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -40,14 +41,13 @@ def cast(
     if recipe == "tensorwise":
         values = source_values(source, tensors)
         maxima = torch.stack([x.abs().amax(-1).amax() for x in values]).float()
-    elif recipe == "rowwise":
-        maxima = line_maxima(source, tensors)
     found = to_float8(source, recipe, tensors, maxima, e5m2, rows, columns)
     outputs = []
-    for i in range(max(len(found[0]), len(found[2]))):
-        own = Cast(*(part[i] if i < len(part) else part for part in found))
+    for i, (row_data, row_scales, column_data, column_scales) in enumerate(
+        zip_longest(*found, fillvalue=maxima.new_empty(0))
+    ):
         dtype = _output_dtype(i, e5m2)
-        outputs.append(own._replace(rows=own.rows.view(dtype), columns=own.columns.view(dtype)))
+        outputs.append(Cast(row_data.view(dtype), row_scales, column_data.view(dtype), column_scales))
     return outputs
 
 
@@ -59,64 +59,37 @@ def _output_dtype(output: int, e5m2: bool) -> torch.dtype:
 def multiply(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
     """a [M, K] times the transposed of b [N, K], each with its scales. `fast`: a GPU sums in fewer bits.
 
-    Raises ValueError for squares of b whose number along K is no multiple of 4, with which cuBLASLt is silently wrong.
+    Squares of b must be a multiple of 4 along K, otherwise cuBLASLt is silently wrong: float8/convert.py sees to it.
     """
-    values, scales = b
-    if scales.dim():
-        lines, blocks = scales.shape
-        if lines < values.shape[0] and blocks % 4:
-            raise ValueError(f"{tuple(values.shape)} in float8: {blocks} blocks along the sum, not a multiple of 4")
-        scales = scales.t()
-    rows = a[0].shape[0]
-    a_values, a_scales = _rows_in_fours(*a)
-    product = torch._scaled_mm(a_values, values.t(), a_scales, scales, out_dtype=dtype, use_fast_accum=fast)
-    if a_values is a[0]:
-        return product
-    return product[:rows]
-
-
-def _rows_in_fours(values: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Values [M, K] whose scales are of blocks, with zeros to a multiple of 4 rows, as cuBLASLt needs it.
-
-    Only a forward without gradients, as of a sample's last token, has another number of rows.
-    """
-    missing = -values.shape[0] % 4
-    if not missing or scales.dim() == 0 or scales.shape[1] == 1:
-        return values, scales
-    padded = F.pad(values.view(torch.uint8), (0, 0, 0, missing)).view(values.dtype)
-    return padded, F.pad(scales.t(), (0, missing)).t()
-
-
-@torch.library.custom_op("titanite::line_maxima", mutates_args=(), device_types="cpu")
-def line_maxima(source: str, tensors: list[Tensor]) -> Tensor:
-    """Largest absolute values [outputs, M + N] of the rows of a source, followed by those of the columns, float32."""
-    sizes = [values.float().abs() for values in source_values(source, tensors)]
-    return torch.stack([torch.cat((size.amax(1), size.amax(0))) for size in sizes])
-
-
-@line_maxima.register_fake
-def empty_maxima(source: str, tensors: list[Tensor]) -> Tensor:
-    outputs = 3 if source == "gate_grad" else 1
-    return tensors[0].new_empty(outputs, sum(tensors[0].shape), dtype=torch.float32)
+    a_values, a_scales = a
+    b_values, b_scales = b
+    tokens = len(a_values)
+    if b_scales.dim():
+        b_scales = b_scales.t()
+        # cuBLASLt needs blocks of a multiple of 4 rows. Only a forward without gradients has another number of them.
+        missing = -tokens % 4 if a_scales.shape[1] > 1 else 0
+        if missing:
+            a_values = F.pad(a_values.view(torch.uint8), (0, 0, 0, missing)).view(a_values.dtype)
+            a_scales = F.pad(a_scales.t(), (0, missing)).t()
+    product = torch._scaled_mm(a_values, b_values.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=fast)
+    return product if len(product) == tokens else product[:tokens]
 
 
 @torch.library.custom_op("titanite::to_float8", mutates_args=(), device_types="cpu")
 def to_float8(
     source: str, recipe: str, tensors: list[Tensor], maxima: Tensor, e5m2: bool, rows: bool, columns: bool
 ) -> list[Tensor]:
-    """rows [outputs, M, N] as bytes, their scales, columns [outputs, N, M], theirs; none of what is not asked for."""
+    """rows [outputs, M, N] as bytes, their scales, columns [outputs, N, M], theirs; none of what is not asked for.
+
+    The `maxima` are of the whole outputs, for "tensorwise" alone.
+    """
     found = empty(source, recipe, tensors, maxima, e5m2, rows, columns)
-    row_data, row_scales, column_data, column_scales = found
-    M, N = tensors[0].shape
     for i, values in enumerate(source_values(source, tensors)):
         dtype = _output_dtype(i, e5m2)
-        own_maxima = maxima[i : i + 1].flatten()
-        if i < len(row_data):
-            quantized, row_scales[i] = _quantize(recipe, values, own_maxima[:M], dtype)
-            row_data[i] = quantized.view(torch.uint8)
-        if i < len(column_data):
-            quantized, column_scales[i] = _quantize(recipe, values.t(), own_maxima[-N:], dtype)
-            column_data[i] = quantized.view(torch.uint8)
+        for laid_out, data, scales in ((values, *found[:2]), (values.t(), *found[2:])):
+            if i < len(data):
+                quantized, scales[i] = _quantize(recipe, laid_out, maxima[i : i + 1], dtype)
+                data[i] = quantized.view(torch.uint8)
     return found
 
 
@@ -127,10 +100,11 @@ def empty(
     """What `to_float8` returns, unfilled."""
     x = tensors[0]
     M, N = x.shape
-    is_gate_grad = source == "gate_grad"
-    row_outputs = (2 if is_gate_grad else 1) if rows else 0
-    column_outputs = (3 if is_gate_grad else 1) if columns else 0
-    return [*_empty_layout(recipe, x, row_outputs, M, N), *_empty_layout(recipe, x, column_outputs, N, M)]
+    row_outputs, column_outputs = (2, 3) if source == "gate_grad" else (1, 1)
+    return [
+        *_empty_layout(recipe, x, rows * row_outputs, M, N),
+        *_empty_layout(recipe, x, columns * column_outputs, N, M),
+    ]
 
 
 def _empty_layout(recipe: str, x: Tensor, outputs: int, m: int, n: int) -> tuple[Tensor, Tensor]:
@@ -145,10 +119,11 @@ def _empty_layout(recipe: str, x: Tensor, outputs: int, m: int, n: int) -> tuple
 
 def source_values(source: str, tensors: list[Tensor]) -> list[Tensor]:
     """What a source casts, [M, N] each, rounded to the type of its first tensor."""
-    a, *others = (tensor.float() for tensor in tensors)
+    a, *others = [tensor.float() for tensor in tensors]
     values = [a]
     if source == "norm":
-        values = [a * others[0][:, None] * others[1]]
+        rstd, weight = others
+        values = [a * rstd[:, None] * weight]
     elif source == "gate":
         values = [F.silu(a) * others[0]]
     elif source == "gate_grad":
@@ -162,20 +137,19 @@ def _quantize(recipe: str, values: Tensor, maxima: Tensor, dtype: torch.dtype) -
     """Values [M, N] in float8, and what to multiply them by; torchao's arithmetic, in float64."""
     values = values.float()
     largest = torch.finfo(dtype).max
-    if recipe == "squares":
-        maxima = values.abs().unflatten(0, (-1, BLOCK)).unflatten(-1, (-1, BLOCK)).amax((1, 3))
-    elif recipe == "blockwise":
-        maxima = values.abs().unflatten(-1, (-1, BLOCK)).amax(-1)
-    elif recipe == "rowwise":
-        maxima = maxima[:, None]
-    else:
-        maxima = maxima[0]
+    if recipe != "tensorwise":
+        height = BLOCK if recipe == "squares" else 1
+        width = values.shape[1] if recipe == "rowwise" else BLOCK
+        maxima = values.abs().unflatten(0, (-1, height)).unflatten(-1, (-1, width)).amax((1, 3))
     scale = (largest / maxima.double().clamp(min=1e-12)).float()
     if recipe != "tensorwise":  # down to a power of two
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-    spread = scale
-    if recipe in ("blockwise", "squares"):
-        spread = spread.repeat_interleave(BLOCK, 1)
-    if recipe == "squares":
-        spread = spread.repeat_interleave(BLOCK, 0)
-    return (values * spread).clamp(-largest, largest).to(dtype), 1 / scale
+    return (values * spread(scale, values.shape)).clamp(-largest, largest).to(dtype), 1 / scale
+
+
+def spread(scale: Tensor, shape: torch.Size) -> Tensor:
+    """Repeat the scales of blocks until they broadcast to `shape`."""
+    for dim in range(scale.dim()):
+        if 1 < scale.shape[dim] < shape[dim]:
+            scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, shape[dim])
+    return scale

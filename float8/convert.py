@@ -4,7 +4,6 @@ torchao is imported where it is used: it takes seconds to load, and only float8 
 """
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 import config as settings
-from config import Config, ConfigError, close_match
+from config import Config, ConfigError
 from float8.casts import BLOCK
 from float8.cpu import replace_matmul
 from parallel.originals import check_forward, check_original
@@ -28,7 +27,6 @@ LOGITS = "fda68fd1d73c"
 # github.com/pytorch/pytorch/pull/166752). A forward sums in_features and a gradient of inputs sums out_features. The
 # gradient of a weight sums tokens, but has no squares: its scales of 1 x 128 need no more than whole blocks.
 FOUR_BLOCKS = 4 * BLOCK
-TOO_SMALL = "is too small to gain"
 ONE_SCALE = "tensorwise"  # the recipe with one scale per tensor, independent of which rank holds which rows
 
 
@@ -116,7 +114,7 @@ def convert_to_float8(
     _check_skip(list(linears), float8)
     converted: list[str] = []
     skipped: dict[str, str] = {}
-    uneven: list[str] = []
+    uneven: dict[str, None] = {}
     for name, linear in linears.items():
         reason = _reason_to_skip(linear, name, float8, tp)
         if reason:
@@ -125,21 +123,17 @@ def convert_to_float8(
         _check_edits(name, linear, float8)
         own = float8
         if gathers_float8(float8) and linear.out_features % (tp * shards):
-            uneven.append(f"{_kind(name)} ({linear.out_features})")
+            uneven[_kind(name)] = None
             own = dataclasses.replace(float8, fsdp_all_gather="off")
         model.set_submodule(name, build_linear(linear, own))
         converted.append(name)
     if uneven:  # torchao does not pad the rank with fewer rows and loses its scale: ranks would hang
-        rows = ", ".join(dict.fromkeys(uneven))
-        logger.info(
-            f"float8: the rows of {rows} cannot be shared evenly by {tp * shards} ranks: gathered as without float8"
-        )
+        rows = ", ".join(uneven)
+        logger.info(f"float8: {tp * shards} ranks cannot share the rows of {rows} evenly: gathered as without float8")
     if not converted:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in list(skipped.items())[:3])
-        hint = ""
-        if TOO_SMALL in reasons:
-            hint = '; for small layers set float8.filter = "all"'
-        raise ConfigError(f"float8.enable = true: no linear layer can be converted ({reasons}){hint}")
+        hint = 'for small layers set float8.filter = "all"'
+        raise ConfigError(f"float8.enable = true: no linear layer can be converted ({reasons}); {hint}")
     if own_kernels(float8):
         from float8.layers import convert_around
 
@@ -167,16 +161,14 @@ def _check_edits(name: str, linear: nn.Linear, float8: settings.Float8) -> None:
 
 def build_linear(linear: nn.Linear, float8: settings.Float8) -> nn.Linear:
     """A float8 layer with the weight of `linear`."""
-    from float8.layers import Float8Linear, Output, OwnLinear
+    from float8.layers import Linear, OwnLinear
 
     linear_config = build_linear_config(float8)
     if own_kernels(float8):
         layer: Any = OwnLinear.from_float(linear, linear_config)
         layer.how = float8.recipe, float8.fast_accumulation == "all"
         return layer
-    takes_loss = "loss" in inspect.signature(type(linear).forward).parameters
-    kind: Any = Output if takes_loss else Float8Linear
-    return kind.from_float(linear, linear_config)
+    return Linear.from_float(linear, linear_config)
 
 
 def build_linear_config(float8: settings.Float8) -> Any:
@@ -207,14 +199,12 @@ def _kind(name: str) -> str:
 
 
 def _check_skip(names: Sequence[str], float8: settings.Float8) -> None:
+    kinds = dict.fromkeys(map(_kind, names))
     for field in ("skip", "always"):
         by_default = getattr(settings.Float8(), field)  # a model may lack those
         for part in getattr(float8, field):
-            if part in by_default or any(part in name for name in names):
-                continue
-            last_words = [name.split(".")[-1] for name in names]
-            hint = close_match(part, last_words) or f"; known are {', '.join(map(_kind, names[:7]))}"
-            raise ConfigError(f"float8.{field} names {part!r}, which is in the name of no linear layer{hint}")
+            if part not in by_default and not any(part in name for name in names):
+                raise ConfigError(f"float8.{field} names {part!r}; known are {', '.join(kinds)}")
 
 
 def _reason_to_skip(linear: nn.Linear, name: str, float8: settings.Float8, tp: int) -> str:
@@ -235,4 +225,4 @@ def _reason_to_skip(linear: nn.Linear, name: str, float8: settings.Float8, tp: i
     # torchao's thresholds, measured on H100 GPUs. For recipes without their own rowwise's are taken.
     measured = ONE_SCALE if float8.recipe == ONE_SCALE else "rowwise"
     gains = _auto_filter_for_recipe(measured, filter_fqns=[])
-    return "" if gains(linear, name) else f"{shape} {TOO_SMALL}"
+    return "" if gains(linear, name) else f"{shape} is too small to gain"

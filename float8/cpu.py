@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from float8.casts import BLOCK
+from float8.casts import spread
 
 
 @functools.cache  # once per process
@@ -48,14 +48,6 @@ def scaled_mm(
     if bias_N is not None:
         y_MN += bias_N
     return y_MN.to(out_dtype or a_MK.dtype)
-
-
-def spread(scale: Tensor, shape: torch.Size) -> Tensor:
-    """Repeat the scales of blocks until they broadcast to `shape`."""
-    for dim in range(scale.dim()):
-        if 1 < scale.shape[dim] < shape[dim]:
-            scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, shape[dim])
-    return scale
 
 
 def scaled_mm_out(*arguments: object, out: Tensor, **named: object) -> Tensor:

@@ -54,7 +54,7 @@ def quantize(x: Tensor | Quantized, recipe: str) -> Quantized:
     return Quantized(x, found)
 
 
-def _weight(weight: Tensor, recipe: str, columns: bool = False) -> tuple[Tensor, Tensor]:
+def _weight(weight: Tensor, recipe: str, columns: bool) -> tuple[Tensor, Tensor]:
     """A weight [N, K] in float8, or transposed, and its scales. FSDP2 may have gathered it in float8."""
     if isinstance(weight, Float8TrainingTensor):
         data = weight._data.t().contiguous() if columns else weight._data
@@ -64,37 +64,12 @@ def _weight(weight: Tensor, recipe: str, columns: bool = False) -> tuple[Tensor,
     return found[2:] if columns else found[:2]
 
 
-def _forward(x: Cast, weight: Tensor, how: How, dtype: torch.dtype) -> Tensor:
-    """x [M, K] times the transposed of weight [N, K]. Blocks have no fast accumulation."""
-    return multiply(x[:2], _weight(weight, how[0]), dtype, how[0] != "blockwise")
-
-
-def _backward(dy: Cast, weight: Tensor, how: How, dtype: torch.dtype) -> Tensor:
-    return multiply(dy[:2], _weight(weight, how[0], columns=True), dtype, how[1])
-
-
-@torch._dynamo.allow_in_graph
-class _Linear(torch.autograd.Function):
-    """y [..., N] of the casts of x [..., K] and of weight [N, K]. The first argument only takes x's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: str, fast: bool, *casts: Tensor) -> Tensor:
-        ctx.save_for_backward(weight, *casts[2:])
-        ctx.how = (recipe, fast)
-        ctx.shape = x.shape
-        return _forward(Cast(*casts), weight, ctx.how, x.dtype).view(*x.shape[:-1], -1)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *columns = ctx.saved_tensors
-        recipe, fast = ctx.how
-        dy = _cast_gradient(grad, recipe)
-        of_x = of_weight = None
-        if ctx.needs_input_grad[0]:
-            of_x = _backward(dy, weight, ctx.how, grad.dtype).view(ctx.shape)
-        if ctx.needs_input_grad[1]:
-            of_weight = multiply(dy[2:], columns, grad.dtype, fast)
-        return of_x, of_weight, *[None] * 6
+def _multiply(x: Cast, weight: Tensor, how: How, dtype: torch.dtype, backward: bool = False) -> Tensor:
+    """x [M, K] times the transposed of weight [N, K], or backward dy [M, N] times it. Blocks are not summed fast."""
+    recipe, fast = how
+    if not backward:
+        fast = recipe != "blockwise"
+    return multiply(x[:2], _weight(weight, recipe, backward), dtype, fast)
 
 
 def _cast_gradient(grad: Tensor, recipe: str) -> Cast:
@@ -104,23 +79,45 @@ def _cast_gradient(grad: Tensor, recipe: str) -> Cast:
 
 
 @torch._dynamo.allow_in_graph
+class _Linear(torch.autograd.Function):
+    """y [..., N] of the cast of x [..., K] and of weight [N, K]. The first argument only takes x's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: How, *parts: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, *parts[2:])
+        ctx.how = how
+        ctx.shape = x.shape
+        return _multiply(Cast(*parts), weight, how, x.dtype).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight, *columns = ctx.saved_tensors
+        recipe, fast = ctx.how
+        dy = _cast_gradient(grad, recipe)
+        of_x = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_x = _multiply(dy, weight, ctx.how, grad.dtype, backward=True).view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            of_weight = multiply(dy[2:], columns, grad.dtype, fast)
+        return of_x, of_weight, *[None] * 5
+
+
+@torch._dynamo.allow_in_graph
 class _FeedForward(torch.autograd.Function):
-    """w2(silu(w1(x)) * w3(x)) of the casts of x [..., D]. The first argument only takes x's gradient.
+    """w2(silu(w1(x)) * w3(x)) of the cast of x [..., D]. The first argument only takes x's gradient.
 
     Neither silu(g) * u nor the gradients of g and u exist in more than 8 bits.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, recipe: str, fast: bool, *casts: Tensor
-    ) -> Tensor:
-        ctx.how = (recipe, fast)
+    def forward(ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, how: How, *parts: Tensor) -> Tensor:
+        ctx.how = how
         ctx.shape = x.shape
-        g = _forward(Cast(*casts), w1, ctx.how, x.dtype)
-        u = _forward(Cast(*casts), w3, ctx.how, x.dtype)
-        (a,) = cast("gate", recipe, [g, u], columns=False)
-        ctx.save_for_backward(w1, w3, w2, g, u, *casts[2:])
-        return _forward(a, w2, ctx.how, x.dtype).view(*x.shape[:-1], -1)
+        g = _multiply(Cast(*parts), w1, how, x.dtype)
+        u = _multiply(Cast(*parts), w3, how, x.dtype)
+        (a,) = cast("gate", how[0], [g, u], columns=False)
+        ctx.save_for_backward(w1, w3, w2, g, u, *parts[2:])
+        return _multiply(a, w2, how, x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -129,9 +126,9 @@ class _FeedForward(torch.autograd.Function):
         dtype = grad.dtype
         recipe, fast = how
         dy = _cast_gradient(grad, recipe)
-        of_a = _backward(dy, w2, how, dtype)
+        of_a = _multiply(dy, w2, how, dtype, backward=True)
         dg, du, a = cast("gate_grad", recipe, [g, u, of_a], gradient=True)
-        of_x = _backward(dg, w1, how, dtype) + _backward(du, w3, how, dtype)
+        of_x = _multiply(dg, w1, how, dtype, backward=True) + _multiply(du, w3, how, dtype, backward=True)
         of_w1 = of_w3 = of_w2 = None
         if ctx.needs_input_grad[1]:
             of_w1 = multiply(dg[2:], columns, dtype, fast)
@@ -139,18 +136,30 @@ class _FeedForward(torch.autograd.Function):
             of_w3 = multiply(du[2:], columns, dtype, fast)
         if ctx.needs_input_grad[3]:
             of_w2 = multiply(dy[2:], a[2:], dtype, fast)
-        return of_x.view(ctx.shape), of_w1, of_w3, of_w2, *[None] * 6
+        return of_x.view(ctx.shape), of_w1, of_w3, of_w2, *[None] * 5
 
 
-class OwnLinear(Float8Linear):
+class Linear(Float8Linear):
+    """torchao's layer, which also serves a loss that makes its own logits, like the model's `Output`."""
+
+    def forward(self, input: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:
+        if loss is None:
+            return super().forward(input)
+        return loss(input, self.weight, self.compute, True)
+
+    def compute(self, x: Tensor, weight: Tensor) -> Tensor:
+        return matmul_with_hp_or_float8_args.apply(x, weight.t(), self.linear_mm_config, self.config)
+
+
+class OwnLinear(Linear):
     """torchao's layer and weight, with casts of our own. Its input may be cast already."""
 
     how: How
 
-    def forward(self, input: Tensor | Quantized, loss: Callable[..., Tensor] | None = None) -> Tensor:
+    def forward(self, input: Any, loss: Callable[..., Tensor] | None = None) -> Tensor:
         if loss is None:
             return self.compute(input, self.weight)
-        return loss(input, self.weight, self.compute, True)
+        return super().forward(input, loss)
 
     def compute(self, x: Tensor | Quantized, weight: Tensor) -> Tensor:
         """y [..., N] of x [..., K]. With tensor parallelism each rank casts its own part."""
@@ -161,19 +170,7 @@ class OwnLinear(Float8Linear):
             y = self.compute(x.to_local(grad_placements=of_gradient), weight.to_local())
             return DTensor.from_local(y, x.device_mesh, [of_result], run_check=False)
         x = quantize(x, self.how[0])
-        return _Linear.apply(x.handle, weight, *self.how, *x.cast)
-
-
-class Output(Float8Linear):
-    """torchao's layer for a loss that makes its own logits, like the model's `Output`."""
-
-    def forward(self, input: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:
-        if loss is None:
-            return super().forward(input)
-        return loss(input, self.weight, self.compute, True)
-
-    def compute(self, x: Tensor, weight: Tensor) -> Tensor:
-        return matmul_with_hp_or_float8_args.apply(x, weight.t(), self.linear_mm_config, self.config)
+        return _Linear.apply(x.handle, weight, self.how, *x.cast)
 
 
 class OwnFeedForward(nn.Module):
@@ -187,17 +184,18 @@ class OwnFeedForward(nn.Module):
 
     def forward(self, x: Tensor | Quantized) -> Tensor:
         weights: list[Any] = [self.w1.weight, self.w3.weight, self.w2.weight]
-        if not isinstance(x, DTensor):
-            return self.compute(x, weights)
-        local = x.to_local(grad_placements=[Partial()])
-        y = self.compute(local, [weight.to_local() for weight in weights])
-        summand = DTensor.from_local(y, x.device_mesh, [Partial()], run_check=False)
-        return summand.redistribute(placements=[Shard(0)]).to_local()
-
-    def compute(self, x: Tensor | Quantized, weights: list[Tensor]) -> Tensor:
+        mesh = None
+        if isinstance(x, DTensor):
+            mesh = x.device_mesh
+            x = x.to_local(grad_placements=[Partial()])
+            weights = [weight.to_local() for weight in weights]
         how = self.w1.how
         x = quantize(x, how[0])
-        return _FeedForward.apply(x.handle, *weights, *how, *x.cast)
+        y = _FeedForward.apply(x.handle, *weights, how, *x.cast)
+        if mesh is None:
+            return y
+        summand = DTensor.from_local(y, mesh, [Partial()], run_check=False)
+        return summand.redistribute(placements=[Shard(0)]).to_local()
 
 
 class OwnNorm(nn.RMSNorm):

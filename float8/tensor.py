@@ -45,32 +45,27 @@ def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_typ
     converted = {name for name, part in module.named_modules() if isinstance(part, Float8Linear)}
     changed = dict(plan)
     for name, style in plan.items():
-        if type(style) is PrepareModuleInput:
-            readers = _readers(name, plan)
-            plain = {reader for reader, own in readers.items() if type(own) is ColwiseParallel}
-            if readers.keys() - (plain & converted):
-                continue
-            changed[name] = PrepareFloat8ModuleInput(
-                input_layouts=style.input_layouts, desired_input_layouts=style.desired_input_layouts
-            )
-            for reader, own in readers.items():
-                assert isinstance(own, ColwiseParallel)
-                changed[reader] = Float8ColwiseParallel(
-                    output_layouts=own.output_layouts[0], use_local_output=own.use_local_output
-                )
-        elif type(style) is RowwiseParallel and name in converted:
+        if type(style) is RowwiseParallel and name in converted:
             changed[name] = Float8RowwiseParallel(
                 output_layouts=style.output_layouts[0], use_local_output=style.use_local_output
             )
+        if type(style) is not PrepareModuleInput:
+            continue
+        inside = {layer: own for layer, own in plan.items() if layer.startswith(f"{name}.")}
+        readers = {
+            layer: own for layer, own in inside.items() if not isinstance(own, (RowwiseParallel, SequenceParallel))
+        }
+        if any(type(own) is not ColwiseParallel or layer not in converted for layer, own in readers.items()):
+            continue
+        changed[name] = PrepareFloat8ModuleInput(
+            input_layouts=style.input_layouts, desired_input_layouts=style.desired_input_layouts
+        )
+        for layer, own in readers.items():
+            assert isinstance(own, ColwiseParallel)
+            changed[layer] = Float8ColwiseParallel(
+                output_layouts=own.output_layouts[0], use_local_output=own.use_local_output
+            )
     return changed
-
-
-def _readers(name: str, plan: Mapping[str, ParallelStyle]) -> dict[str, ParallelStyle]:
-    """The layers in `name` that may read what is gathered for it, and their styles."""
-    inside = {layer: style for layer, style in plan.items() if layer.startswith(f"{name}.")}
-    return {
-        layer: style for layer, style in inside.items() if not isinstance(style, (RowwiseParallel, SequenceParallel))
-    }
 
 
 def _gather_as_bytes() -> None:

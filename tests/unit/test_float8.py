@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from config import Config, ConfigError, Float8, Parallelism, Training, load_config
+from config import ConfigError, Float8, load_config
 from float8.convert import check_float8, convert_to_float8, summarize
 from float8.tensor import float8_plan
 from models import build_model, find_model
@@ -24,14 +26,30 @@ def build(flavor: LlamaConfig = FLAVOR) -> Llama:
         return Llama(flavor)
 
 
+def last_words(names: Iterable[str]) -> set[str]:
+    return {name.split(".")[-1] for name in names}
+
+
 def test_layers_are_skipped_by_name_and_by_shape() -> None:
-    names, skipped = convert_to_float8(build(), Float8(enable=True, filter="all"))
-    assert (len(names), list(skipped)) == (2 * 7, ["output"])
     model = build(dataclasses.replace(FLAVOR, hidden_dim=120))
     names, skipped = convert_to_float8(model, Float8(enable=True, filter="all", skip=("output", "wk")))
-    assert "layers.0.attention.wq" in names
+    assert (len(names), last_words(names)) == (2 * 3, {"wq", "wv", "wo"})
+    assert skipped["output"] == "float8.skip names 'output'"
     assert skipped["layers.1.attention.wk"] == "float8.skip names 'wk'"
     assert skipped["layers.0.feed_forward.w1"] == "120 x 64 is not divisible by 16"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"skip": ("output", "w4")}, "float8.skip names 'w4'"),
+        ({"always": ("w4",)}, "float8.always names 'w4'"),
+        ({"skip": ("layers", "output")}, "no linear layer can be converted"),
+    ],
+)
+def test_what_names_no_layer_or_leaves_none_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        convert_to_float8(build(), Float8(enable=True, filter="all", **options))
 
 
 def test_weights_whose_rows_ranks_cannot_share_evenly_are_gathered_as_without_float8() -> None:
@@ -41,8 +59,8 @@ def test_weights_whose_rows_ranks_cannot_share_evenly_are_gathered_as_without_fl
         model = build(dataclasses.replace(FLAVOR, hidden_dim=192))
         names, _ = convert_to_float8(model, settings, tp, shards)
         assert len(names) == 2 * 7
-        in_float8 = {name for name in names if hasattr(model.get_submodule(name).weight, "_precomputed_scale")}
-        assert {name.split(".")[-1] for name in in_float8} == even, (tp, shards)
+        in_float8 = [name for name in names if hasattr(model.get_submodule(name).weight, "_precomputed_scale")]
+        assert last_words(in_float8) == even, (tp, shards)
 
 
 @pytest.mark.parametrize(
@@ -56,18 +74,18 @@ def test_only_what_all_its_readers_take_is_gathered_in_float8(skip: tuple[str, .
     model = Llama(dataclasses.replace(FLAVOR, n_layers=1))
     convert_to_float8(model, Float8(enable=True, filter="all", skip=("output", *skip)), tp=2)
     plan = float8_plan(model.layers["0"], BLOCK_PLAN, "cpu")
-    assert {n.split(".")[-1] for n, style in plan.items() if style is not BLOCK_PLAN[n]} == changed
+    assert last_words(name for name, style in plan.items() if style is not BLOCK_PLAN[name]) == changed
 
 
 def test_the_auto_filter_keeps_small_layers_in_high_precision() -> None:
-    with torch.device("meta"):
-        model = Llama(dataclasses.replace(FLAVORS["1.8B"], vocab_size=96, n_layers=1))
-    converted, skipped = convert_to_float8(model, Float8(enable=True))
-    assert [name.split(".")[-1] for name in converted] == ["wq", "wo", "w1", "w2", "w3"]
-    assert skipped["layers.0.attention.wk"] == "1024 x 2048 is too small to gain"
+    flavor = dataclasses.replace(FLAVORS["1.8B"], n_layers=1)
+    converted, skipped = convert_to_float8(build(flavor), Float8(enable=True))
+    assert last_words(converted) == {"wq", "wo", "w1", "w2", "w3"}
     line = summarize(converted, skipped)
     assert line.startswith("5 linear layers (attention.wq, attention.wo, feed_forward.w1, ")
     assert line.endswith("attention.wv (1024 x 2048 is too small to gain), output (float8.skip names 'output')")
+    converted, skipped = convert_to_float8(build(flavor), Float8(enable=True, always=("wk", "wv", "output")))
+    assert (len(converted), skipped) == (8, {})
 
 
 @pytest.mark.parametrize("file", sorted(TRAIN_CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
@@ -96,77 +114,59 @@ ATTENTION, FEED_FORWARD = {"wq", "wk", "wv", "wo"}, {"w1", "w2", "w3"}
     ],
 )
 def test_blocks_that_a_gpu_would_scale_wrongly_stay_in_bfloat16(flavor: str, tp: int, expected: set[str]) -> None:
-    with torch.device("meta"):
-        model = Llama(dataclasses.replace(FLAVORS[flavor], n_layers=1))
+    model = build(dataclasses.replace(FLAVORS[flavor], n_layers=1))
     settings = Float8(enable=True, recipe="blockwise", filter="all", always=("output",))
     if not expected:
         with pytest.raises(ConfigError, match=r"no linear layer can be converted \(layers.0.*is not divisible by 512"):
             convert_to_float8(model, settings, tp)
         return
     converted, skipped = convert_to_float8(model, settings, tp)
-    assert {name.split(".")[-1] for name in converted} == expected
-    assert {name.split(".")[-1] for name in skipped} == (ATTENTION | FEED_FORWARD | {"output"}) - expected
+    assert last_words(converted) == expected
+    assert last_words(skipped) == (ATTENTION | FEED_FORWARD | {"output"}) - expected
 
 
-UNEVEN, ODD = Training(seq_len=20, local_batch_size=2), Training(seq_len=264, local_batch_size=2)
+UNEVEN = "--training.local_batch_size=2 --training.seq_len=20"
+ODD = "--training.local_batch_size=2 --training.seq_len=264"
+BLOCKWISE = "--float8.recipe=blockwise"
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("words", "message"),
     [
-        (Config(float8=Float8(enable=True), training=UNEVEN), "2 x 20 / 1 = 40 tokens must be a multiple of 16"),
-        (Config(float8=Float8(enable=True, recipe="rowwise_with_gw_hp"), training=UNEVEN), ""),
-        (Config(float8=Float8(enable=True), parallelism=Parallelism(cp=2), training=ODD), "= 264 tokens must be"),
-        (Config(float8=Float8(enable=True), parallelism=Parallelism(reshard_group_size=2)), "no float8 weights from"),
-        (
-            Config(float8=Float8(enable=True, kernels="own", recipe="rowwise_with_gw_hp")),
-            '"own": cannot be used with f',
-        ),
-        (
-            Config(float8=Float8(enable=True, recipe="blockwise", emulate=True)),
-            '"blockwise": cannot be used with float8.e',
-        ),
-        (Config(float8=Float8(enable=True, recipe="blockwise", fast_accumulation="all")), "with float8.fast_acc"),
-        (
-            Config(float8=Float8(enable=True, recipe="blockwise"), training=ODD),
-            "= 528 tokens must be a multiple of 128",
-        ),
+        (UNEVEN, "2 x 20 / 1 = 40 tokens must be a multiple of 16"),
+        (f"{UNEVEN} --float8.recipe=rowwise_with_gw_hp", ""),
+        (f"{ODD} --parallelism.cp=2", "= 264 tokens must be"),
+        (f"{ODD} {BLOCKWISE}", "= 528 tokens must be a multiple of 128"),
+        ("--parallelism.reshard_group_size=2", "no float8 weights from"),
+        ("--float8.kernels=own --float8.recipe=rowwise_with_gw_hp", '"own": cannot be used with f'),
+        (f"{BLOCKWISE} --float8.emulate", '"blockwise": cannot be used with float8.e'),
+        (f"{BLOCKWISE} --float8.fast_accumulation=all", "with float8.fast_acc"),
     ],
 )
-def test_contradictions_are_refused(settings: Config, message: str) -> None:
+def test_contradictions_are_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        check_float8(settings)
+        check_float8(load_config(["--float8.enable", *words.split()]))
 
 
-def test_a_gpu_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100-SXM4-80GB")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(ConfigError, match="NVIDIA A100-SXM4-80GB has no float8 matmul"):
-        check_float8(Config(float8=Float8(enable=True)))
-    check_float8(Config(float8=Float8(enable=True, emulate=True)))
-
-
-def test_block_scales_are_refused_but_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("capability", "cuda", "words", "message"),
+    [
+        ((8, 0), "12.9", (), "a GPU has no float8 matmul"),
+        ((8, 0), "12.9", ("--float8.emulate",), ""),
+        ((10, 0), "13.0", (BLOCKWISE,), "needs a Hopper GPU"),
+        ((9, 0), "12.8", (BLOCKWISE,), "needs a Hopper GPU"),
+        ((9, 0), "12.9", (BLOCKWISE,), ""),
+    ],
+)
+def test_a_gpu_that_cannot_is_refused(
+    capability: tuple[int, int], cuda: str, words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    for capability, cuda, refused in (((10, 0), "13.0", True), ((9, 0), "12.8", True), ((9, 0), "12.9", False)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda own=capability: own)
-        monkeypatch.setattr(torch.version, "cuda", cuda)
-        with pytest.raises(ConfigError, match="needs a Hopper GPU") if refused else contextlib.nullcontext():
-            check_float8(Config(float8=Float8(enable=True, recipe="blockwise")))
-
-
-def test_layers_are_converted_whatever_filter_and_skip_say() -> None:
-    with torch.device("meta"):
-        model = Llama(dataclasses.replace(FLAVORS["1.8B"], n_layers=1))
-    converted, skipped = convert_to_float8(model, Float8(enable=True, always=("wk", "wv", "output")))
-    assert ([name.split(".")[-1] for name in converted], skipped) == (
-        ["wq", "wk", "wv", "wo", "w1", "w2", "w3", "output"],
-        {},
-    )
-    with pytest.raises(ConfigError, match=r"float8\.always names 'w4'"):
-        convert_to_float8(build(), Float8(enable=True, always=("w4",)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        check_float8(load_config(["--float8.enable", *words]))
 
 
 def test_fast_accumulation_reaches_the_matmuls_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,16 +181,7 @@ def test_fast_accumulation_reaches_the_matmuls_of_the_gradients(monkeypatch: pyt
     for kernels in ("own", "compiler"):
         for fast, expected in (("forward", [True, False, False]), ("all", [True, True, True])):
             model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16))
-            settings = Float8(enable=True, filter="all", kernels=kernels, fast_accumulation=fast, fsdp_all_gather="off")  # type: ignore[arg-type]
-            convert_to_float8(model, settings)
+            options: dict[str, Any] = {"kernels": kernels, "fast_accumulation": fast}
+            convert_to_float8(model, Float8(enable=True, filter="all", fsdp_all_gather="off", **options))
             model(torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
             assert asked[-3:] == expected, (kernels, fast)
-
-
-@pytest.mark.parametrize(
-    ("skip", "message"),
-    [(("output", "w4"), "float8.skip names 'w4'"), (("layers", "output"), "no linear layer can be converted")],
-)
-def test_a_skip_that_leaves_nothing_or_names_nothing_is_refused(skip: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        convert_to_float8(build(), Float8(enable=True, filter="all", skip=skip))

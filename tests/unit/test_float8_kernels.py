@@ -4,7 +4,6 @@ The kernels run in Triton's interpreter and are compiled for sm_90, both without
 for CUDA and with requirements-triton.txt.
 """
 
-import re
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
-from float8.casts import Cast, cast, line_maxima, multiply, source_values, to_float8
+from float8.casts import cast, multiply, source_values, to_float8
 from float8.cpu import replace_matmul
 from tests.interpreter import WithTriton, load_kernels
 
@@ -42,39 +41,24 @@ def operands(source: str, shape: tuple[int, int], gradient_scale: float = 1.0) -
 # ---------------------------------------------------------------- plain torch
 
 
-def torchao_cast(x: Tensor, recipe: str, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
-    """Bytes and scale of torchao's own cast, for a matmul that sums along `dim`."""
-    rowwise = recipe == "rowwise"
-    kind = ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE
-    found = hp_tensor_to_float8_dynamic(
-        x, dtype, LinearMMConfig(), scaling_granularity=kind, axiswise_dim=dim if rowwise else None,
-        round_scales_to_power_of_2=rowwise,
-    )  # fmt: skip
-    return found._data.view(torch.uint8), found._scale
-
-
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_bytes_and_scales_are_torchaos(recipe: str, gradient: bool) -> None:
-    for scale in (1.0, 1e-9, 1e-14):
-        (x,) = operands("copy", SHAPE[recipe], scale)
+    rowwise = recipe == "rowwise"
+    kind = ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE
+    dtype = torch.float8_e5m2 if gradient and not rowwise else torch.float8_e4m3fn
+    for size in (1.0, 1e-9, 1e-14):
+        (x,) = operands("copy", SHAPE[recipe], size)
         (found,) = cast("copy", recipe, [x], gradient=gradient)
-        dtype = torch.float8_e5m2 if gradient and recipe == "tensorwise" else torch.float8_e4m3fn
-        rows, row_scales = torchao_cast(x, recipe, dtype, -1)
-        columns, column_scales = torchao_cast(x, recipe, dtype, 0)
-        assert found.rows.dtype == dtype
-        assert torch.equal(found.rows.view(torch.uint8), rows)
-        assert torch.equal(found.columns.view(torch.uint8), columns.t())
-        assert torch.equal(found.row_scales, row_scales.reciprocal())
-        assert torch.equal(
-            found.column_scales, column_scales.reciprocal().t() if recipe == "rowwise" else found.row_scales
-        )
-
-
-def within_an_ulp(found: Tensor, exact: Tensor) -> bool:
-    """Whether bfloat16 values are the exact ones, rounded, or their neighbours."""
-    exponent = exact.abs().clamp(min=2.0**-126).log2().floor()
-    return bool(((found.double() - exact).abs() <= 2.0 ** (exponent - 7)).all())
+        layouts = (-1, found.rows, found.row_scales), (0, found.columns.t(), found.column_scales.t())
+        for dim, values, scales in layouts:
+            theirs = hp_tensor_to_float8_dynamic(
+                x, dtype, LinearMMConfig(), scaling_granularity=kind, axiswise_dim=dim if rowwise else None,
+                round_scales_to_power_of_2=rowwise,
+            )  # fmt: skip
+            assert values.dtype == dtype
+            assert torch.equal(values.view(torch.uint8), theirs._data.view(torch.uint8))
+            assert torch.equal(scales, theirs._scale.reciprocal())
 
 
 @pytest.mark.parametrize("source", SOURCES[1:])
@@ -84,52 +68,37 @@ def test_values_are_within_an_ulp_of_float64(source: str) -> None:
     if source == "norm":
         exact = [torch.nn.functional.rms_norm(a, a.shape[1:], others[1], 1e-5)]
     else:
-        product = torch.nn.functional.silu(a) * others[0]
-        exact = [product]
+        exact = [torch.nn.functional.silu(a) * others[0]]
     if source == "gate_grad":
-        exact = [*torch.autograd.grad(product, (a, others[0]), others[1], retain_graph=True), product]
+        exact = [*torch.autograd.grad(exact[0], (a, others[0]), others[1], retain_graph=True), *exact]
     for found, expected in zip(source_values(source, tensors), exact, strict=True):
-        assert within_an_ulp(found, expected.detach())
+        torch.testing.assert_close(found.double(), expected, rtol=2.0**-7, atol=1e-38)
 
 
-def check_product(device: str, tokens: int, blocks: int, squares: bool) -> None:
+def check_products(device: str, blocks: int) -> None:
     """y of x [tokens, K] and w [256, K] with K of some `blocks`, each as large as no other, against float32.
 
-    With `squares` w has scales as a weight has them, otherwise as gradients and activations have them.
+    Scales of 1 x 128 on both sides, as for a weight's gradient; of squares only fours, for any number of tokens.
     """
     replace_matmul()  # that of CPUs, as every conversion does
     generator = torch.Generator().manual_seed(0)
     sizes = 2.0 ** torch.arange(blocks).repeat_interleave(128)
-    x, w = (torch.randn(n, blocks * 128, generator=generator) for n in (tokens, 256))
-    x, w = (x * sizes).bfloat16().to(device), (w / sizes).bfloat16().to(device)
+    x, w = (torch.randn(256, blocks * 128, generator=generator) for _ in range(2))
+    x, w = (x * sizes).bfloat16(), (w / sizes).bfloat16()
     w[128:] *= 32
-    (x8,) = cast("copy", "blockwise", [x], columns=False)
-    (w8,) = cast("copy", "squares" if squares else "blockwise", [w], columns=False)
-    found = multiply(x8[:2], w8[:2], torch.bfloat16, False)
-    exact = dequantized(x8) @ dequantized(w8).t()
-    assert (found.cpu().float() - exact).norm() < 0.01 * exact.norm()
-
-
-def dequantized(cast: Cast) -> Tensor:
-    """The rows of a cast in blocks, times their scales, in float32."""
-    rows, scales = cast.rows.cpu().float(), cast.row_scales.cpu().contiguous()
-    return rows * torch.kron(scales, torch.ones(rows.shape[0] // scales.shape[0], 128))
+    for tokens, scaling in [(256, "blockwise"), (1, "squares"), (37, "squares"), (256, "squares")]:
+        if scaling == "squares" and blocks % 4:
+            continue
+        (x8,) = cast("copy", "blockwise", [x[:tokens].to(device)], columns=False)
+        (w8,) = cast("copy", scaling, [w.to(device)], columns=False)
+        found = multiply(x8[:2], w8[:2], torch.bfloat16, False).cpu().float()
+        exact = x[:tokens].float() @ w.float().t()
+        assert (found - exact).norm() < 0.05 * exact.norm(), (tokens, scaling)  # two casts to e4m3: 0.037
 
 
 @pytest.mark.parametrize("blocks", [3, 4, 8])
 def test_products_of_blocks(blocks: int) -> None:
     check_products("cpu", blocks)
-
-
-def check_products(device: str, blocks: int) -> None:
-    """Scales of 1 x 128 on both sides, as for a weight's gradient; of squares only fours, for any number of tokens."""
-    check_product(device, 256, blocks, squares=False)
-    if blocks % 4 == 0:
-        for tokens in (1, 37, 256):
-            check_product(device, tokens, blocks, squares=True)
-    else:  # a GPU would be silently wrong
-        with pytest.raises(ValueError, match=f"{blocks} blocks along the sum, not a multiple of 4"):
-            check_product(device, 256, blocks, squares=True)
 
 
 # ---------------------------------------------------------------- Triton's kernels
@@ -142,38 +111,32 @@ def interpreter() -> Iterator[WithTriton]:
     interpreter.pool.shutdown()
 
 
-def agree(found: Tensor, expected: Tensor) -> bool:
-    """Whether bytes or floats are equal, or floats both NaN."""
-    return torch.equal(found, expected) or bool(((found == expected) | (found.isnan() & expected.isnan())).all())
+def tensor_maxima(source: str, tensors: list[Tensor]) -> Tensor:
+    return torch.stack([values.float().abs().amax() for values in source_values(source, tensors)])
 
 
-def compare(recipe: str, source: str, value: float = 0.0) -> list[str]:
+def compare(recipe: str, source: str, value: float) -> list[str]:
     """What of a kernel's outputs differs from plain torch's. In the interpreter's process."""
     kernels = load_kernels()
     tensors = operands(source, SHAPE[recipe], 1e-4)
     tensors[0][9, 11] += value
-    maxima = torch.empty(0)
+    maxima = tensor_maxima(source, tensors)
     differing = []
-    if recipe == "tensorwise":
-        maxima = torch.stack([values.float().abs().amax() for values in source_values(source, tensors)])
-    elif recipe == "rowwise":
-        maxima = line_maxima(source, tensors)
-        differing = [] if value or agree(kernels.line_maxima(source, tensors), maxima) else ["maxima"]
-    names = ("rows", "row scales", "columns", "column scales")
-    for e5m2 in (False, True)[: 2 if recipe == "tensorwise" else 1]:
+    for e5m2 in {False, recipe == "tensorwise"}:
         expected = to_float8(source, recipe, tensors, maxima, e5m2, True, True)
         found = kernels.to_float8(source, recipe, tensors, maxima, e5m2, True, True)
         if value:  # where a maximum is NaN, only plain torch makes NaN of all that it scales
-            found, expected = ([x[0].view(torch.float8_e4m3fn)[0, 9, 11].float()] for x in (found, expected))
-            differing += [] if expected[0].isnan() else ["not NaN"]
-        differing += [name for name, *pair in zip(names, found, expected, strict=False) if not agree(*pair)]
+            both = (outputs[0].view(torch.float8_e4m3fn)[0, 9, 11] for outputs in (found, expected))
+            return [name for name, x in zip(("kernel", "torch"), both, strict=True) if not x.float().isnan()]
+        names = ("rows", "row scales", "columns", "column scales")
+        differing += [name for name, *pair in zip(names, found, expected, strict=True) if not torch.equal(*pair)]
     return differing
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_kernels_give_the_bytes_of_plain_torch(recipe: str, interpreter: WithTriton) -> None:
     for source in SOURCES:
-        assert interpreter(compare, recipe, source) == [], source
+        assert interpreter(compare, recipe, source, 0.0) == [], source
     for value in (float("nan"), float("inf")):
         assert interpreter(compare, recipe, "copy", value) == [], value
 
@@ -186,28 +149,24 @@ def compare_last_tile(recipe: str) -> list[str]:
     from triton.runtime import interpreter
 
     source = "copy" if recipe == "squares" else "gate_grad"
-    last = [("tl.program_id(0)", "(M // BM - 1)"), ("tl.program_id(1)", "(N // BN - 1)")]
-    kernels = load_kernels(*last)
-    one_tile = mock.patch.object(kernels.triton, "cdiv", return_value=1)
-    copies_back = mock.patch.object(interpreter.GridExecutor, "_restore_args_dev")  # and so touches all memory
-    rows, columns, _ = kernels.tile_shape(source, recipe, recipe == "rowwise")
-    tensors = operands(source, (rows, columns))
+    kernels = load_kernels(("tl.program_id(0)", "(M // BM - 1)"), ("tl.program_id(1)", "(N // BN - 1)"))
+    height, width, _ = kernels.tile_shape(source, recipe, recipe == "rowwise")  # its kernel of maxima has a wider one
+    tensors = operands(source, (height, width))
     wholes = [torch.empty(M, N, dtype=torch.bfloat16) for _ in tensors]
     for whole, tensor in zip(wholes, tensors, strict=True):
-        whole[-rows:, -columns:] = tensor
-    with one_tile, copies_back:
-        if recipe == "rowwise":
-            found = kernels.line_maxima(source, wholes)
-            found = torch.cat((found[:, M - rows : M], found[:, -columns:]), dim=1)
-            return [] if torch.equal(found, line_maxima(source, tensors)) else ["maxima"]
-        maxima = torch.stack([values.float().abs().amax() for values in source_values(source, tensors)])
+        whole[-height:, -width:] = tensor
+    maxima = tensor_maxima(source, tensors)
+    with (
+        mock.patch.object(kernels.triton, "cdiv", return_value=1),
+        mock.patch.object(interpreter.GridExecutor, "_restore_args_dev"),  # copies back, and so touches all memory
+    ):
         ours = kernels.to_float8(source, recipe, wholes, maxima, False, True, True)
     expected = to_float8(source, recipe, tensors, maxima, False, True, True)
     pairs = {
-        "rows": (ours[0][:, -rows:, -columns:], expected[0]),
-        "columns": (ours[2][:, -columns:, -rows:], expected[2]),
+        "rows": (ours[0][:, -height:, -128:], expected[0][:, :, -128:]),
+        "columns": (ours[2][:, -128:, -height:], expected[2][:, -128:]),
     }
-    if recipe != "tensorwise":  # its scale is written by the first tile
+    if recipe in ("blockwise", "squares"):  # other scales are written by the first tiles
         pairs["row scales"] = ours[1][:, -expected[1].shape[1] :, -1:], expected[1]
         pairs["column scales"] = ours[3][:, -expected[3].shape[1] :, -1:], expected[3]
     return [name for name, pair in pairs.items() if not torch.equal(*pair)]
@@ -218,17 +177,16 @@ def test_tensors_of_more_values_than_an_int32_counts(recipe: str, interpreter: W
     assert interpreter(compare_last_tile, recipe) == []
 
 
-def compiled() -> list[dict[str, Any]]:
+def inspect_kernels() -> list[dict[str, Any]]:
     from benchmarks.float8_kernels import inspect, kernels
 
-    return [inspect(kernel) for kernel in kernels() if re.search("gate_grad|norm", kernel.name)]
+    return [inspect(call, maxima) for call, maxima in kernels() if call.source in ("gate_grad", "norm")]
 
 
 def test_kernels_compile_for_hopper_with_wide_accesses_and_without_spills() -> None:
     call = WithTriton(interpret=False)
-    rows = call(compiled)
+    rows = call(inspect_kernels)
     call.pool.shutdown()
     assert len(rows) >= 7
     for row in rows:
-        assert row["spilled bytes"] == 0, row
-        assert row["load bits"] == 128, row
+        assert (row["spilled bytes"], row["load bits"]) == (0, 128), row
