@@ -13,29 +13,32 @@ It needs a GPU with float8, since a CPU's float8 matmuls say nothing about a GPU
 exit code 0 (1 with --check). `--rehearse` tries the matmuls on CPU with a tiny shape, to find typos.
 """
 
-import statistics
+import re
 import sys
-import timeit
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.benchmark import Timer
 
+import float8.layers  # noqa: F401  (registers the kernels)
 from benchmarks.report import add_row, build_parser, finish
 from config import Float8, TitaniteError, load_config
+from float8.casts import Cast, cast, multiply, spread
 from float8.convert import build_linear
+from float8.cpu import replace_matmul
 from models import build_model, find_model
 from parallel.device import device_type
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "own tensorwise", "own rowwise", "blockwise")  # own: kernels
-# Rows and columns of the tokens, and of the weights, that share a scale. 0: all of them.
+# What shares a scale, of the tokens and of the weights, by the names of float8/casts.py.
 SCALINGS = {
-    "tensorwise": ((0, 0), (0, 0)),
-    "rowwise": ((1, 0), (1, 0)),
-    "1x128 by 128x128": ((1, 128), (128, 128)),
-    "1x128 by 1x128": ((1, 128), (1, 128)),
+    "tensorwise": ("tensorwise", "tensorwise"),
+    "rowwise": ("rowwise", "rowwise"),
+    "1x128 by 128x128": ("blockwise", "squares"),
+    "1x128 by 1x128": ("blockwise", "blockwise"),
 }
 CHECKED = 16  # tokens whose products are compared with float32's
 WRONG = 0.02  # relative error; rounding to bfloat16 makes 0.0017, and fast accumulation 0.0033 in all
@@ -46,40 +49,24 @@ def layer_shapes(model: nn.Module) -> dict[tuple[int, int], list[str]]:
     shapes: dict[tuple[int, int], list[str]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            kind = name.split(".", 2)[2] if name.startswith("layers.") else name
             kinds = shapes.setdefault((module.out_features, module.in_features), [])
+            kind = re.sub(r"^layers\.\d+\.", "", name)
             if kind not in kinds:
                 kinds.append(kind)
     return shapes
 
 
-def compiled(linear: nn.Module, backend: str | Callable[..., Any] = "inductor") -> Callable[..., torch.Tensor]:
-    """Compile `linear` for its own shapes, however many were compiled before.
-
-    Float8 layers share one function. torch compiles eight versions of it, then warns and compiles no more.
-    """
-    torch.compiler.reset()
-    return torch.compile(linear, backend=backend)
-
-
 def milliseconds(action: Callable[[], Any], rounds: int) -> float:
-    """Median time of `action` by CUDA events, or on CPU by its clock. The first rounds compile and warm up."""
-    if not torch.cuda.is_available():
-        return 1e3 * statistics.median(timeit.repeat(action, number=1, repeat=rounds))
-    spans = []
-    for _ in range(rounds + 5):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+    """Mean time of `action`. The first rounds compile and warm up; a GPU is waited for once, at the end."""
+    for _ in range(5):
         action()
-        end.record()
-        spans.append((begin, end))  # read at the end: the device must never wait for the host
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in spans[5:])
+    return 1e3 * Timer("action()", globals={"action": action}).timeit(rounds).mean
 
 
-def layer_milliseconds(linear: nn.Module, x: torch.Tensor, dy: torch.Tensor, rounds: int) -> float:
-    """Median time of a compiled forward and backward."""
-    step = compiled(linear)
+def layer_milliseconds(linear: nn.Module, x: Tensor, dy: Tensor, rounds: int) -> float:
+    """Mean time of a compiled forward and backward."""
+    torch.compiler.reset()  # float8 layers share one function, of which torch compiles eight versions and no more
+    step = torch.compile(linear)
 
     def forward_and_backward() -> None:
         x.grad = None
@@ -97,24 +84,16 @@ def measure(shape: tuple[int, int], tokens: int, rounds: int) -> dict[str, float
     plain = nn.Linear(n_in, n_out, bias=False, device="cuda", dtype=torch.bfloat16)
     result = {"bf16": layer_milliseconds(plain, x, dy, rounds)}
     for recipe in RECIPES:
-        name: Any = recipe.removeprefix("own ")
-        settings = Float8(
-            enable=True, recipe=name, kernels="compiler" if name == recipe else "own", fsdp_all_gather="off"
-        )
+        options: dict[str, Any] = {"recipe": recipe.removeprefix("own ")}
+        if recipe.startswith("own "):
+            options["kernels"] = "own"
+        settings = Float8(enable=True, fsdp_all_gather="off", **options)
         result[recipe] = layer_milliseconds(build_linear(plain, settings), x, dy, rounds)
     return result
 
 
-def to_float8(x: torch.Tensor, tile: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`x` rounded to float8 with a scale for each tile; the scales, laid out as torch wants them; and x as rounded."""
-    rows, columns = (size or whole for size, whole in zip(tile, x.shape, strict=True))
-    tiles = x.float().view(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
-    scale = tiles.abs().amax((1, 3), keepdim=True) / torch.finfo(torch.float8_e4m3fn).max
-    x8 = (tiles / scale).to(torch.float8_e4m3fn)
-    scales = scale[:, 0, :, 0]
-    if rows == 1:  # of single rows column after column, of squares row after row
-        scales = scales.t().contiguous().t()
-    return x8.view(x.shape), scales, (x8.float() * scale).view(x.shape)
+def dequantized(x: Cast) -> Tensor:
+    return x.rows.float() * spread(x.row_scales, x.rows.shape)
 
 
 def measure_matmuls(shape: tuple[int, int], tokens: int, rounds: int) -> dict[str, Any]:
@@ -123,7 +102,7 @@ def measure_matmuls(shape: tuple[int, int], tokens: int, rounds: int) -> dict[st
     x, weight = (torch.randn(n, n_in, device=device_type(), dtype=torch.bfloat16) for n in (tokens, n_out))
     result: dict[str, Any] = {}
 
-    def add(way: str, product: Callable[[], torch.Tensor], x: torch.Tensor, weight: torch.Tensor) -> None:
+    def add(way: str, product: Callable[[], Tensor], x: Tensor, weight: Tensor) -> None:
         exact = x[:CHECKED].float() @ weight.float().t()
         try:
             error = ((product()[:CHECKED] - exact).norm() / exact.norm()).item()
@@ -136,13 +115,12 @@ def measure_matmuls(shape: tuple[int, int], tokens: int, rounds: int) -> dict[st
             result[f"{way} failed"] = " ".join(str(reason).split())[:300]
 
     add("bf16", lambda: x @ weight.t(), x, weight)
-    for name, (tile_x, tile_weight) in SCALINGS.items():
-        x8, scale_x, rounded_x = to_float8(x, tile_x)
-        weight8, scale_weight, rounded_weight = to_float8(weight, tile_weight)
+    for name, (of_x, of_weight) in SCALINGS.items():
+        (x8,) = cast("copy", of_x, [x], columns=False)
+        (weight8,) = cast("copy", of_weight, [weight], columns=False)
         for fast in (True, False):
-            matmul = partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=fast)
-            product = partial(matmul, x8, weight8.t(), scale_x, scale_weight.t())
-            add(f"{name}{', fast' * fast}", product, rounded_x, rounded_weight)
+            product = partial(multiply, x8[:2], weight8[:2], torch.bfloat16, fast)
+            add(f"{name}{', fast' * fast}", product, dequantized(x8), dequantized(weight8))
     return result
 
 
@@ -157,15 +135,17 @@ def main() -> int:
     except TitaniteError as error:
         parser.error(str(error))
     rehearse = arguments.matmuls and arguments.rehearse
-    if not rehearse and (not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)):
-        print(
-            "no GPU with float8 matmuls (compute capability 8.9) here: where float8 wins cannot be told, none measured"
-        )
+    has_float8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    if not (rehearse or has_float8):
+        print("no GPU with float8 matmuls (compute capability 8.9) here: nothing measured")
         return int(arguments.check)
     tokens = 128 if rehearse else config.training.local_batch_size * config.training.seq_len
+    replace_matmul()  # that of CPUs, for a rehearsal
     rows: list[dict[str, Any]] = []
     shapes = layer_shapes(build_model(*find_model(config.model, data_vocab_size=1)))
-    for shape, kinds in {(256, 128): ["any"]}.items() if rehearse else shapes.items():
+    if rehearse:
+        shapes = {(256, 128): ["any"]}
+    for shape, kinds in shapes.items():
         if any(size % 128 for size in shape):  # as blocks need it
             continue
         row: dict[str, Any] = {"layers": " ".join(kinds), "out": shape[0], "in": shape[1], "tokens": tokens}
