@@ -4,11 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from config import Config, Float8
+from tests.distributed.test_float8_fsdp import Traffic
 from tests.harness import run_ranks
 from tests.parity import GLOBAL_BATCH, config_for, our_run, plain_run
 
@@ -30,21 +28,19 @@ def float8_config(recipe: str, tp_all_gather: str = "auto", dp_shard: int = 1, *
     return config_for(1, dp_shard, float8=float8, **options)
 
 
-def world_size(config: Config) -> int:
-    settings = config.parallelism
-    return settings.dp_shard * settings.cp * settings.tp * settings.pp
-
-
 def float8_run(config: Config, steps: int = 2) -> dict[str, Any]:
     return our_run(config, steps, 1, hidden_dim=128, n_layers=LAYERS)
 
 
 def error(results: list[dict[str, Any]], exact: dict[str, Any]) -> float:
     """Relative error of the whole gradient, against float32."""
-    grads = {name: grad for result in results for name, grad in result["grads"].items()}
+    grads: dict[str, torch.Tensor] = {}
+    for result in results:
+        grads |= result["grads"]
     assert grads.keys() == exact["grads"].keys()
-    difference = sum((grads[name] - grad).square().sum() for name, grad in exact["grads"].items())
-    return (difference / sum(grad.square().sum() for grad in exact["grads"].values())).sqrt().item()
+    found = torch.cat([grads[name].flatten() for name in grads])
+    whole = torch.cat([exact["grads"][name].flatten() for name in grads])
+    return ((found - whole).norm() / whole.norm()).item()
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +65,9 @@ def test_sharing_the_work_adds_no_error(
     layout: str, recipe: str, exact: dict[str, Any], alone: dict[str, float]
 ) -> None:
     config = float8_config(recipe, **LAYOUTS[layout])
-    results = run_ranks(world_size(config), float8_run, config)
+    settings = config.parallelism
+    world_size = settings.dp_shard * settings.cp * settings.tp * settings.pp
+    results = run_ranks(world_size, float8_run, config)
     assert 0.9 * alone[recipe] < error(results, exact) < 1.1 * alone[recipe]
     tolerance = 5e-4 if recipe.startswith("own") else 2e-4  # own kernels: each rank has scales of its own
     assert results[-1]["losses"] == pytest.approx(exact["losses"], rel=tolerance)
@@ -83,33 +81,15 @@ def test_gathering_activations_in_float8_changes_no_bit() -> None:
         assert torch.equal(grad, whole["grads"][name]), name
 
 
-class CountGathered(TorchDispatchMode):
-    """Bytes of each all-gather of tensor parallelism; FSDP's go by another operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nbytes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, (DTensor, Float8TrainingTensor)) for kind in types):
-            return NotImplemented  # they do the communication in their own dispatch
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            self.nbytes.append(result.nbytes)
-        return result
-
-
 def gathered_bytes(config: Config) -> list[int]:
-    with CountGathered() as counted:
+    with Traffic() as counted:
         float8_run(config, steps=1)
-    return counted.nbytes
+    return counted.gathered_activations
 
 
 def test_half_the_bytes_of_every_gather_in_a_block() -> None:
-    def counted(how: str) -> list[int]:
-        return run_ranks(2, gathered_bytes, float8_config("tensorwise", how, tp=2, param_dtype="bfloat16"))[0]
-
-    before, after = counted("off"), counted("auto")
+    configs = (float8_config("tensorwise", how, tp=2, param_dtype="bfloat16") for how in ("off", "auto"))
+    before, after = (run_ranks(2, gathered_bytes, config)[0] for config in configs)
     assert len(before) == len(after)
     halved = [i for i in range(len(before)) if after[i] <= 0.505 * before[i]]
     # Per block: the inputs of attention and feed-forward, and in backward the gradients of their outputs; in the

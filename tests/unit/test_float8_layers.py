@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from config import Compile, Float8
@@ -27,6 +26,7 @@ def build(float8: Float8 | None = None, dtype: torch.dtype = torch.bfloat16) -> 
         for weight in model.parameters():
             weight.normal_(0.0 if weight.dim() > 1 else 1.0, 0.05, generator=generator)
             weight.copy_(weight.bfloat16())
+        model.tok_embeddings.weight[::2] /= 128  # so small that the norm's eps counts
     model.to(dtype)
     if float8:
         convert_to_float8(model, float8)
@@ -74,18 +74,6 @@ def check_block(recipe: str, device: str, exact: dict[str, Tensor]) -> None:
     for name, truth in exact.items():
         limit = 1.15 * (torchaos[name] - truth).norm() + 1e-3 * truth.norm()
         assert (own[name] - truth).norm() < limit, name
-
-
-def test_a_norm_casts_the_values_of_float64() -> None:
-    """Of rows from so small that eps counts to large."""
-    generator = torch.Generator().manual_seed(0)
-    x = (torch.randn(64, 512, generator=generator) * torch.logspace(-3, 1, 64)[:, None]).bfloat16()
-    norm = OwnNorm(nn.RMSNorm(512, eps=1e-5), "rowwise")
-    norm.weight = nn.Parameter((1 + 0.1 * torch.randn(512, generator=generator)).bfloat16())
-    found = norm(x).cast
-    exact = F.rms_norm(x.double(), (512,), norm.weight.double(), 1e-5)
-    errors = (found.rows.float() * found.row_scales - exact).norm(dim=1) / exact.norm(dim=1)
-    assert errors.max() < 0.03  # e4m3's rounding
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "blockwise"])

@@ -43,9 +43,12 @@ def on_cuda(x: Any) -> Any:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") if isinstance(x, torch.Tensor) else x
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "own tensorwise", "own rowwise"])
 def test_every_matmul_has_a_layout_that_cuda_takes(recipe: str) -> None:
-    float8 = Float8(enable=True, recipe=recipe, fsdp_all_gather="off")
+    options: dict[str, Any] = {"recipe": recipe.removeprefix("own ")}
+    if recipe.startswith("own "):
+        options["kernels"] = "own"
+    float8 = Float8(enable=True, fsdp_all_gather="off", **options)
     with FakeTensorMode():
         model = Llama(dataclasses.replace(FLAVORS["8B"], n_layers=1))
         model.compute_dtype = torch.bfloat16
