@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from float8.casts import cast, to_float8
+from float8.casts import cast, spread, to_float8
 from tests.unit.test_float8_kernels import SHAPE, SOURCES, check_products, operands
 from tests.unit.test_float8_layers import build, check_block, gradients
 from tests.unit.test_float8_numerics import check
@@ -41,13 +41,6 @@ def layouts(recipe: str, source: str, gradient: bool, device: str) -> list[Layou
     return found
 
 
-def dequantized(values: Tensor, scales: Tensor) -> Tensor:
-    """Values [M, N] times their scales: of all, of rows, of blocks or of squares."""
-    for dim in range(scales.dim()):
-        scales = scales.repeat_interleave(values.shape[dim] // scales.shape[dim], dim)
-    return values.float() * scales
-
-
 def lines_agree(found: Tensor, expected: Tensor) -> bool:
     """Whether each row is that of plain torch, but for values whose last bit differed before the cast."""
     return bool(((found - expected).norm(dim=1) <= LINE_TOLERANCE * expected.norm(dim=1)).all())
@@ -62,7 +55,7 @@ def test_casts(recipe: str, source: str) -> None:
         assert len(expected) == (5 if source == "gate_grad" else 2)
         for ours, plain in zip(layouts(scaling, source, gradient, DEVICE), expected, strict=True):
             assert ours[0].dtype == plain[0].dtype
-            assert lines_agree(dequantized(*ours), dequantized(*plain))
+            assert lines_agree(*(values.float() * spread(scales, values.shape) for values, scales in (ours, plain)))
             if source in EXACT:
                 assert torch.equal(ours[0].view(torch.uint8), plain[0].view(torch.uint8))
                 assert torch.equal(ours[1], plain[1])

@@ -1,4 +1,4 @@
-"""Own casts to float8: plain torch against torchao and float64, Triton's kernels against plain torch.
+"""Own casts to float8: plain torch against torchao, Triton's kernels against plain torch.
 
 The kernels run in Triton's interpreter and are compiled for sm_90, both without a GPU. Triton comes with torch's builds
 for CUDA and with requirements-triton.txt.
@@ -26,16 +26,15 @@ SHAPE = {"tensorwise": (80, 144), "rowwise": (80, 144), "blockwise": (256, 384),
 
 def operands(source: str, shape: tuple[int, int], gradient_scale: float = 1.0) -> list[Tensor]:
     """A source's tensors in bfloat16, with a row of zeros, one that is 1000 times as large, and a tiny column."""
-    generator = torch.Generator().manual_seed(0)
-    x, u, grad = (torch.randn(shape, generator=generator) for _ in range(3))
-    x[3], x[5], x[:, 7] = 0, x[5] * 1000, x[:, 7] * 1e-6
-    x, u, grad = x.bfloat16(), u.bfloat16(), (grad * gradient_scale).bfloat16()
-    if source == "copy":
-        return [(x.float() * gradient_scale).bfloat16()]
+    x, u, grad = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    x[3] = 0
+    x[5] *= 1000
+    x[:, 7] *= 1e-6
     if source == "norm":
-        rstd = torch.rsqrt(x.float().square().mean(-1) + 1e-5)
-        return [x, rstd, torch.rand(shape[1], generator=generator).bfloat16()]
-    return [x, u] if source == "gate" else [x, u, grad]
+        rstd = torch.rsqrt(x.square().mean(-1) + 1e-5)
+        return [x.bfloat16(), rstd, u[0].bfloat16()]
+    tensors = {"copy": [x * gradient_scale], "gate": [x, u], "gate_grad": [x, u, grad * gradient_scale]}
+    return [tensor.bfloat16() for tensor in tensors[source]]
 
 
 # ---------------------------------------------------------------- plain torch
