@@ -102,41 +102,21 @@ class Run:
 
 
 def whole_models() -> dict[str, Run]:
-    """The rows of whole models by name, the most important first."""
-
-    def small(*options: str) -> Run:
-        return Run("1.8B", 8192, 4, 8, (*CHUNKS, *ONCE, *options))
-
-    def medium(*options: str) -> Run:
-        return Run("3B", 8192, 2, 8, (*CHUNKS, *ONCE, *options))
-
-    def large(*options: str) -> Run:
-        return Run("8B", 8192, 1, 8, (*CHUNKS, *SMALL_STATES, *BUDGET, *ONCE, *options), 3)
-
-    def short(*options: str) -> Run:
-        return Run("1.8B", 4096, 8, 16, (*CHUNKS, *ONCE, *options))
-
-    muon = "--optimizer.name=muon"
-    return {
-        "1.8B bf16 8192": small(),
-        "1.8B torchtitan 8192": Run("1.8B", 8192, 4, 8, peer="torchtitan"),
-        "1.8B tensorwise 8192": small(*RECIPES["tensorwise"]),
-        "8B bf16 8192": large(),
-        "8B tensorwise 8192": large(*RECIPES["tensorwise"]),
-        "1.8B transformers 8192": Run("1.8B", 8192, 4, 8, peer="transformers"),
-        "1.8B rowwise 8192": small(*RECIPES["rowwise"]),
-        "1.8B bf16 4096": short(),
-        "3B bf16 8192": medium(),
-        "3B tensorwise 8192": medium(*RECIPES["tensorwise"]),
-        "8B rowwise 8192": large(*RECIPES["rowwise"]),
-        "8B blockwise 8192": large(*RECIPES["blockwise"]),
-        "1.8B blockwise 8192": small(*RECIPES["blockwise"]),
-        "1.8B muon 8192": small(muon),
-        "8B muon 8192": large(muon),
-        "3B rowwise 8192": medium(*RECIPES["rowwise"]),
-        "1.8B tensorwise 4096": short(*RECIPES["tensorwise"]),
-        "1.8B rowwise 4096": short(*RECIPES["rowwise"]),
-    }
+    """The rows of whole models by name."""
+    large = (*CHUNKS, *SMALL_STATES, *BUDGET, *ONCE)
+    shapes = (
+        Run("1.8B", 8192, 4, 8, (*CHUNKS, *ONCE)),
+        Run("8B", 8192, 1, 8, large, 3),
+        Run("3B", 8192, 2, 8, (*CHUNKS, *ONCE)),
+        Run("1.8B", 4096, 8, 16, (*CHUNKS, *ONCE)),
+    )
+    kinds = {"bf16": (), **RECIPES, "muon": ("--optimizer.name=muon",)}
+    rows = {f"1.8B {peer} 8192": Run("1.8B", 8192, 4, 8, peer=peer) for peer in ("torchtitan", "transformers")}
+    for run in shapes:
+        for kind, options in kinds.items():
+            name = f"{run.flavor} {kind} {run.seq_len}"
+            rows[name] = dataclasses.replace(run, options=(*run.options, *options))
+    return rows
 
 
 def settings() -> dict[str, Run]:

@@ -80,52 +80,44 @@ def configure(flavor: str, *parts: Settings) -> Config:
     return config
 
 
-def recent_rows() -> list[Row]:
-    """torchtitan's of 2025-06 and 2026-06, and Trainy's."""
-    large = {**COMPILED, **FULL, "parallelism.tp": 8, "training.local_batch_size": 16}
-    small = {**COMPILED, **SELECTIVE, "parallelism.tp": 8, "training.local_batch_size": 12}
+def published_rows() -> list[Row]:
+    """Other people's, all compiled. Not fitted: those of 2026, Trainy's, MI300X with weight gradients in bfloat16."""
+    tp, batch = "parallelism.tp", "training.local_batch_size"
+    large = (ASYNC, "h100-96gb", 256, "70B_3.1", {**FULL, tp: 8, batch: 16})
+    small = (ASYNC, "h100-96gb", 64, "8B_3.1", {**SELECTIVE, tp: 8, batch: 12})
+    titan = (TITAN_2026, "h100-96gb", 8, "8B", {batch: 2})
+    trainy_32 = (TRAINY, "h200", 32, "8B_3.1", {**SELECTIVE, batch: 2})
+    trainy_64 = (TRAINY, "h200", 64, "8B_3.1", {**SELECTIVE, batch: 2})
+    one = {**SELECTIVE, batch: 1}
+    b200, mi300x, h100 = (AO, "b200", 8, "8B", one), (AO, "mi300x", 8, "8B", one), (AO_H100, "h100-96gb", 8, "8B", one)
     rows = []
-    for flavor, gpus, base, name, recipe, tps in (
-        ("70B_3.1", 256, large, "TP 8", {}, 597.3),
-        ("70B_3.1", 256, large, "tensorwise TP 8", FLOAT8_ON, 809.8),
-        ("70B_3.1", 256, large, "rowwise TP 8", ROWWISE_ON, 599.6),
-        ("8B_3.1", 64, small, "TP 8", {}, 4378),
-        ("8B_3.1", 64, small, "tensorwise TP 8", FLOAT8_ON, 5078.1),
-        ("8B_3.1", 64, small, "rowwise TP 8", ROWWISE_ON, 3708.5),
+    for setup, name, more, tps, gib in (
+        (large, "TP 8", {}, 597.3, None),
+        (large, "tensorwise TP 8", FLOAT8_ON, 809.8, None),
+        (large, "rowwise TP 8", ROWWISE_ON, 599.6, None),
+        (small, "TP 8", {}, 4378, None),
+        (small, "tensorwise TP 8", FLOAT8_ON, 5078.1, None),
+        (small, "rowwise TP 8", ROWWISE_ON, 3708.5, None),
+        (titan, "selective", SELECTIVE, 7890, 52.4),
+        (titan, "full", FULL, 7006, 32.1),
+        (trainy_32, "float8", FLOAT8_ON, 10938, 47.96),
+        (trainy_64, "float8", FLOAT8_ON, 10753, 46.97),
+        (b200, "bf16", {}, 8307.5, 33.71),
+        (b200, "tensorwise", FLOAT8_ON, 10417.0, 33.38),
+        (b200, "rowwise", ROWWISE_ON, 8640.5, 33.72),
+        (mi300x, "bf16", {}, 5376.5, 39.09),
+        (mi300x, "tensorwise", FLOAT8_ON, 6166.0, 39.07),
+        (mi300x, "rowwise", ROWWISE_ON, 5891.0, 39.32),
+        (mi300x, "rowwise, weight gradients in bf16", WEIGHT_GRADIENTS, 6100.0, 39.32),
+        (h100, "bf16", {}, 6150, 47.65),
+        (h100, "tensorwise", FLOAT8_ON, 7689.5, 47.77),
+        (h100, "rowwise", ROWWISE_ON, 6768, 47.79),
     ):
-        values: dict[str, Any] = {"source": ASYNC, "device": "h100-96gb", "gpus": gpus, "fit": True}
-        rows.append(Row(**values, name=name, tps=tps, config=configure(flavor, base, recipe)))
-    two = {**COMPILED, "training.local_batch_size": 2}
-    for mode, tps, gib in ((SELECTIVE, 7890, 52.4), (FULL, 7006, 32.1)):
-        name = mode["activation_checkpoint.mode"]
-        values = {"source": TITAN_2026, "device": "h100-96gb", "name": name, "gpus": 8}
-        rows.append(Row(**values, tps=tps, gib=gib, config=configure("8B", two, mode)))
-    settings = {**COMPILED, **SELECTIVE, **FLOAT8_ON, "training.local_batch_size": 2}
-    for gpus, tps, gib in ((32, 10938, 47.96), (64, 10753, 46.97)):
-        values = {"source": TRAINY, "name": "float8", "gpus": gpus, "device": "h200"}
-        rows.append(Row(**values, tps=tps, gib=gib, config=configure("8B_3.1", settings)))
-    return rows
-
-
-def torchao_rows() -> list[Row]:
-    """Its tables of H100, MI300X and B200. Not fitted: MI300X with weight gradients in bfloat16."""
-    one = {**COMPILED, **SELECTIVE, "training.local_batch_size": 1}
-    rows = []
-    for source, device, name, recipe, tps, gib in (
-        (AO, "b200", "bf16", {}, 8307.5, 33.71),
-        (AO, "b200", "tensorwise", FLOAT8_ON, 10417.0, 33.38),
-        (AO, "b200", "rowwise", ROWWISE_ON, 8640.5, 33.72),
-        (AO, "mi300x", "bf16", {}, 5376.5, 39.09),
-        (AO, "mi300x", "tensorwise", FLOAT8_ON, 6166.0, 39.07),
-        (AO, "mi300x", "rowwise", ROWWISE_ON, 5891.0, 39.32),
-        (AO, "mi300x", "rowwise, weight gradients in bf16", WEIGHT_GRADIENTS, 6100.0, 39.32),
-        (AO_H100, "h100-96gb", "bf16", {}, 6150, 47.65),
-        (AO_H100, "h100-96gb", "tensorwise", FLOAT8_ON, 7689.5, 47.77),
-        (AO_H100, "h100-96gb", "rowwise", ROWWISE_ON, 6768, 47.79),
-    ):
-        fit = recipe is not WEIGHT_GRADIENTS
-        values: dict[str, Any] = {"source": source, "device": device, "name": name, "gpus": 8, "fit": fit}
-        rows.append(Row(**values, tps=tps, gib=gib, config=configure("8B", one, recipe)))
+        source, device, gpus, flavor, base = setup
+        fit = source not in (TITAN_2026, TRAINY) and more is not WEIGHT_GRADIENTS
+        config = configure(flavor, COMPILED, base, more)
+        row = Row(source=source, name=name, config=config, gpus=gpus, device=device, tps=tps, gib=gib, fit=fit)
+        rows.append(row)
     return rows
 
 
@@ -148,7 +140,7 @@ def our_rows() -> list[Row]:
 
 def all_rows() -> list[Row]:
     """All of the tables."""
-    return [*our_rows(), *recent_rows(), *torchao_rows()]
+    return [*our_rows(), *published_rows()]
 
 
 def predict(row: Row) -> dict[str, Any]:

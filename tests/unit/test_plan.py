@@ -184,7 +184,8 @@ def test_a_compiled_graph_moves_what_its_kernels_read_and_write() -> None:
     assert (
         hidden * 6 <= backward <= hidden * 6 + 4 * small + 10_000
     )  # the sum of two gradients of x, the first gradient
-    assert peak < 8 * hidden, "what is computed inside a kernel is never in memory"
+    # Both results, the product's gradient and theirs. What is computed inside a kernel is never in memory.
+    assert 5 * hidden <= peak < 6 * hidden
     ((eager, _, _),) = run_ranks(1, count_swiglu, False)
     assert eager == 5 * hidden  # silu by itself
 
