@@ -177,7 +177,9 @@ def choose(name: str, group: Group, results: Results, tried: set[str], again: bo
         key = f"{name}: {row}"
         result = results.get(key, {})
         is_wanted = "failed" in result if again else result.get("code") != code
-        fits = seconds + of_row <= left and (group.together or not rows)
+        # What has failed may have left the GPU in a state in which all rows of its process fail.
+        has_room = not rows or (group.together and not again)
+        fits = seconds + of_row <= left and has_room
         if is_wanted and fits and key not in tried and not kernels_unproven(row, results):
             rows.append(row)
             seconds += of_row
