@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.size import measure
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("models", "parallel", "data", "checkpoint", "float8", "launch", "run", "storage", "tools")
 OWN = {path.stem for path in ROOT.glob("*.py")} | set(PACKAGES)
@@ -89,3 +91,10 @@ def test_lines_of_the_docs_are_short() -> None:
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
         text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
         assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == [], path.name
+
+
+def test_docstrings_are_no_code() -> None:
+    code = 'def f(x):\n    "what it does"\n    return x\n'
+    for source in (code, code.replace('    "what it does"\n', "")):
+        found = measure(source)
+        assert (found["nodes"], found["statements"]) == (7, 2)

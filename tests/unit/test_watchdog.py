@@ -19,7 +19,7 @@ import torch.distributed as dist
 from config import Comm, Config, ConfigError, TitaniteError
 from run.failures import RolledBackError
 from run.processes import LaunchEnvironment
-from run.run import run_and_leave
+from run.run import _explain, run_and_leave
 from run.stop import StopRequest
 from run.watchdog import End, Watchdog
 from tests.harness import run_ranks
@@ -259,7 +259,7 @@ def look_at_a_stopped_rank(folder: Path) -> list[Any]:
     watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config(comm=Comm(init_timeout_seconds=100)))
     watchdog._pids = {1: neighbour.pid}
     watchdog.enter("checkpoint", step=1)  # where this rank itself has longer
-    return [watchdog._look(79.0), neighbour.poll(), watchdog._look(81.0), neighbour.wait()]
+    return [watchdog._look(79.0), neighbour.poll(), watchdog._look(81.0), neighbour.wait(30)]
 
 
 def test_a_rank_that_was_stopped_has_time(tmp_path: Path) -> None:
@@ -316,6 +316,23 @@ def test_a_process_ends_with_its_exit_code_and_waits_for_no_thread(
 
 
 # ---------------------------------------------------------------- torchrun
+
+
+def ended_for_good(errors: list[TitaniteError]) -> list[bool]:
+    """Whether this rank, after each error, tells torchrun to start no rank again."""
+    os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"
+    found = []
+    for error in errors:
+        with mock.patch("os.kill") as kill:
+            _explain(error)
+        found.append(kill.called)
+    return found
+
+
+def test_torchrun_does_not_repeat_what_would_fail_again() -> None:
+    errors = [ConfigError("a setting", agreed=True), TitaniteError("a loss", agreed=True)]
+    assert run_ranks(1, ended_for_good, errors) == [[True, False]]
+
 
 WAITING = """
 import os, threading
