@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -49,20 +48,30 @@ def trained_model(run: Path) -> torch.nn.Module:
     return load_trained(str(run), device=torch.device("cpu"), dtype=torch.float32).model
 
 
+def untrained(flavor: str, dataset: Path) -> Trained:
+    tokenizer = open_dataset(str(dataset)).tokenizer()
+    model = build_model(*find_model(Model(flavor=flavor), tokenizer.vocab_size)).to_empty(device="cpu")
+    init_weights(model, torch.device("cpu"), seed=4)
+    return Trained(model, tokenizer, {}, "", torch.device("cpu"))
+
+
 def expected_loss(folder: Path, model: torch.nn.Module) -> tuple[float, int]:
     """(mean loss, tokens) of the held-out documents, one after the other, cut into sequences."""
-    stream = [token for block in stored_blocks(folder, "validation") for document in block for token in document]
-    summed, count = 0.0, 0
+    stream = torch.tensor([t for block in stored_blocks(folder, "validation") for document in block for t in document])
+    losses = []
     with torch.no_grad():
-        for start in range(0, len(stream) - 1, SEQ_LEN):
-            piece = torch.tensor(stream[start : start + SEQ_LEN + 1])
-            summed += F.cross_entropy(model(piece[None, :-1])[0].double(), piece[1:], reduction="sum").item()
-            count += len(piece) - 1
-    return summed / count, count
+        for tokens, labels in zip(stream[:-1].split(SEQ_LEN), stream[1:].split(SEQ_LEN), strict=True):
+            losses.append(F.cross_entropy(model(tokens[None])[0].double(), labels, reduction="none"))
+    return torch.cat(losses).mean().item(), len(stream) - 1
 
 
-def documents(numbers: random.Random, n: int, high: int = 500) -> list[list[int]]:
-    return [[*(numbers.randrange(1, high) for _ in range(numbers.randint(3, 60))), 0] for _ in range(n)]
+def documents(numbers: random.Random, n: int) -> list[list[int]]:
+    return [[*(numbers.randrange(1, 500) for _ in range(numbers.randint(3, 60))), 0] for _ in range(n)]
+
+
+def held_out_set(folder: Path, numbers: random.Random, n: int) -> Path:
+    """A dataset that holds out `n` documents."""
+    return write_dataset(folder, [documents(numbers, 60)], documents(numbers, n))
 
 
 def arguments(run: Path, *datasets: Path) -> list[str]:
@@ -84,11 +93,8 @@ def drop_some(self: FeedForward, x: torch.Tensor) -> torch.Tensor:
 def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of a model with dropout, which a run then leaves out as well."""
     numbers = random.Random(0)
-    main_set = write_dataset(tmp_path / "main", [documents(numbers, 60)], documents(numbers, 3))
-    sets = {
-        name: write_dataset(tmp_path / name, [documents(numbers, 1)], documents(numbers, n, high))
-        for name, n, high in (("few", 9, 20), ("many", 30, 500))
-    }
+    main_set = held_out_set(tmp_path / "main", numbers, 3)
+    sets = {name: held_out_set(tmp_path / name, numbers, n) for name, n in (("few", 9), ("many", 30))}
     run = tmp_path / "run"
     words = [*arguments(run, main_set), "--validation.datasets=" + ",".join(map(str, sets.values()))]
     with mock.patch.object(FeedForward, "forward", drop_some):
@@ -107,7 +113,7 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys:
     validate([str(run), "--datasets", str(main_set), "--batch-size=1"])
     assert f"loss {expected_loss(main_set, trained_model(run))[0]:.4f}" in capsys.readouterr().out
 
-    other = write_dataset(tmp_path / "other", [documents(numbers, 1, 5)], documents(numbers, 2, 5), vocab_size=600)
+    other = write_dataset(tmp_path / "other", [documents(numbers, 1)], documents(numbers, 2), vocab_size=600)
     with pytest.raises(TitaniteError, match="was made with tokenizer"):
         validate([str(run), "--datasets", str(other)])
     with pytest.raises(TitaniteError, match="other was made with another tokenizer"):
@@ -146,18 +152,6 @@ def test_a_long_set_is_summed_in_float64_over_its_labels() -> None:
     for figures, without_labels in run_ranks(2, sums_of_a_long_set):
         assert figures == pytest.approx({"validation_loss": math.log(4), "bits_per_byte": bits}, rel=1e-6)
         assert without_labels == {}
-    tokenizer: Any = SimpleNamespace(byte_lengths=np.array(BYTES), fingerprint="one")
-    model: Any = lambda tokens, positions: torch.zeros(*tokens.shape, len(BYTES))  # noqa: E731
-    trained = Trained(model, tokenizer, {}, "", torch.device("cpu"))
-    nats = cross_entropy(model(LABELS, None), LABELS)
-    with (
-        mock.patch("validate.open_dataset", return_value=SimpleNamespace(tokenizer_fingerprint="one")),
-        mock.patch("validate.validation_batches", return_value=held_out(LABELS, BATCHES)),
-        mock.patch("validate.cross_entropy", return_value=nats),
-    ):
-        summed, tokens, n_bytes = measure(trained, Config(data=Data(datasets=("one",)))).tolist()
-    assert (tokens, n_bytes) == (BATCHES * len(COUNTED), BATCHES * sum(BYTES[token] for token in COUNTED))
-    assert summed == pytest.approx(tokens * math.log(4), rel=1e-6)
 
 
 LOSSES = {1: 3.0, 2: 1.5, 3: 2.0, 4: 1.7, 5: 1.9, 6: 1.6}  # lowest at step 2
@@ -178,7 +172,7 @@ def test_the_checkpoint_of_the_lowest_loss_is_kept_in_both_places_and_known_by_n
 ) -> None:
     """Over a resume. Commands take it, and any other step, by the run's name."""
     numbers, run, far = random.Random(2), tmp_path / "run", tmp_path / "far"
-    dataset = write_dataset(tmp_path / "set", [documents(numbers, 60)], documents(numbers, 3))
+    dataset = held_out_set(tmp_path / "set", numbers, 3)
     words = [*arguments(run, dataset), "--validation.interval=1", "--checkpoint.interval=1", "--checkpoint.keep=1"]
     words += [f"--checkpoint.upload={far}", "--checkpoint.keep_best", "--model.flavor=tiny", "--model.n_layers=1"]
     for steps, kept in ((4, [4, 2]), (6, [6, 2])):
@@ -206,10 +200,7 @@ def test_the_checkpoint_of_the_lowest_loss_is_kept_in_both_places_and_known_by_n
 def test_training_sets_of_one_name_are_measured_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Together in the run, afterwards each by its path."""
     numbers, run = random.Random(1), tmp_path / "run"
-    folders = [
-        write_dataset(tmp_path / side / "train", [documents(numbers, 20)], documents(numbers, n))
-        for side, n in (("a", 3), ("b", 9))
-    ]
+    folders = [held_out_set(tmp_path / side / "train", numbers, n) for side, n in (("a", 3), ("b", 9))]
     run_ranks(1, train_as, arguments(run, *folders), start_group=False)
     capsys.readouterr()
     validate([str(run)])
@@ -230,10 +221,8 @@ def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has no config."""
-    folder = write_dataset(tmp_path / "set", [documents(random.Random(2), 1)], documents(random.Random(2), 9))
-    model = build_model(*find_model(Model(flavor="tiny"), 1000)).to_empty(device="cpu")
-    init_weights(model, torch.device("cpu"), seed=4)
-    trained = Trained(model, open_dataset(str(folder)).tokenizer(), {}, "alone", torch.device("cpu"))
+    folder = held_out_set(tmp_path / "set", random.Random(2), 9)
+    trained = untrained("tiny", folder)
     monkeypatch.setattr("validate.load_from_arguments", lambda arguments: trained)
     with pytest.raises(ConfigError, match=r"set: no run says how long .* --seq-len"):
         validate(["alone", "--datasets", str(folder)])
@@ -241,7 +230,7 @@ def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(
         validate(["alone"])
     assert not capsys.readouterr().out
     validate(["alone", "--datasets", str(folder), f"--seq-len={SEQ_LEN}", "--max-samples=0"])
-    loss, tokens = expected_loss(folder, model)
+    loss, tokens = expected_loss(folder, trained.model)
     line = capsys.readouterr().out
     assert line.startswith(f"set  loss {loss:.4f}  perplexity ")
     assert line.endswith(f"  {tokens:,} tokens\n")
@@ -250,21 +239,20 @@ def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(
 def test_packed_examples_are_measured_whole_and_apart(tuning: Path) -> None:  # noqa: F811
     url = str(tuning / "set")
     config = Config(data=Data(datasets=(url,)), training=Training(seq_len=20, local_batch_size=3))  # of a pre-training
-    model = build_model(*find_model(Model(flavor="debug"), 1024)).to_empty(device="cpu")
-    init_weights(model, torch.device("cpu"), seed=3)
+    trained = untrained("debug", tuning / "set")
     with pytest.raises(ConfigError, match="--seq-len 20: must be 32"):
         as_packed(config, 20, True)
     packed = as_packed(config, None, False)
     assert packed.training.seq_len == 32, "rows are not cut"
-    summed, count = 0.0, 0
+    losses = []
     for batch in validation_batches(packed, 0, 1):
         for tokens, labels, positions in zip(*batch, strict=True):
-            starts = [*positions.eq(0).nonzero()[:, 0].tolist(), len(tokens)]
-            for part in map(slice, starts, starts[1:]):
-                logits = model(tokens[None, part])[0].detach().double()
-                summed += F.cross_entropy(logits, labels[part], ignore_index=IGNORED, reduction="sum").item()
-                count += int(labels[part].ne(IGNORED).sum())
-    trained = Trained(model, open_dataset(url).tokenizer(), {}, "", torch.device("cpu"))
-    nats, tokens, _ = measure(trained, packed).tolist()
-    assert tokens == count
-    assert nats == pytest.approx(summed, rel=1e-6)
+            starts = positions.eq(0).nonzero()[1:, 0].tolist()
+            for part, expected in zip(tokens.tensor_split(starts), labels.tensor_split(starts), strict=True):
+                logits = trained.model(part[None])[0].detach().double()
+                losses.append(
+                    F.cross_entropy(logits[expected != IGNORED], expected[expected != IGNORED], reduction="none")
+                )
+    nats, count, _ = measure(trained, packed).tolist()
+    assert count == len(torch.cat(losses))
+    assert nats == pytest.approx(torch.cat(losses).sum().item(), rel=1e-6)
