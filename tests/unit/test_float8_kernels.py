@@ -60,6 +60,12 @@ def test_bytes_and_scales_are_torchaos(recipe: str, gradient: bool) -> None:
             assert torch.equal(scales, theirs._scale.reciprocal())
 
 
+def test_only_gradients_are_in_e5m2() -> None:
+    outputs = cast("gate_grad", "tensorwise", operands("gate_grad", (16, 16)), gradient=True)
+    expected = [torch.float8_e5m2, torch.float8_e5m2, torch.float8_e4m3fn]
+    assert [output.columns.dtype for output in outputs] == expected
+
+
 def check_products(device: str, blocks: int) -> None:
     """y of x [tokens, K] and w [256, K] with K of some `blocks`, each as large as no other, against float32.
 

@@ -111,6 +111,7 @@ def check(recipe: str, device: str = "cpu", reference_floor: float = REFERENCE_F
         columns = zip(("y", "dx", "dw"), found, exact(x, w, dy), reference(plain, x, w, dy), FLOORS[plain], strict=True)
         for name, result, truth, expected, floor in columns:
             where = f"{name}, gradients of {gradient_scale}"
+            assert result.dtype == torch.bfloat16, where
             assert sqnr(truth, result.cpu()) >= floor, where
             assert sqnr(expected, result.cpu()) >= reference_floor, where
 
