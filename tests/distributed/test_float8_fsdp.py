@@ -99,7 +99,6 @@ CASES: dict[str, tuple[Config, int]] = {
         config_for((1, 2), kernels="own", recipe="rowwise", mode="full", compile="aot_eager"),
         2,
     ),
-    "HSDP 2 x 2, rowwise_with_gw_hp, full": (config_for((2, 2), recipe="rowwise_with_gw_hp", mode="full"), 1),
 }
 
 
