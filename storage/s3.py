@@ -91,13 +91,14 @@ class S3Store:
         """Name → bytes of every file under the folder `prefix`; {} if there is none."""
         sizes: dict[str, int] = {}
         folder = f"{prefix}/" if prefix else ""
-        page = self._call("list_objects_v2", folder)
+        further: dict[str, Any] = {}
         while True:
+            page = self._call("list_objects_v2", folder, **further)
             for entry in page.get("Contents", ()):
                 sizes[entry["Key"].removeprefix(self.prefix)] = entry["Size"]
             if not page["IsTruncated"]:
                 return sizes
-            page = self._call("list_objects_v2", folder, ContinuationToken=page["NextContinuationToken"])
+            further["ContinuationToken"] = page["NextContinuationToken"]
 
     def read(self, name: str, offset: int = 0, size: int | None = None) -> memoryview:
         """Read a file, which is not empty, or a range of it. Raises DamagedError if it is missing or too short."""

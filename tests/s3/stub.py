@@ -38,15 +38,3 @@ def answering(answer: Answer, tls: ssl.SSLContext | None = None) -> Iterator[str
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http{'s' if tls else ''}://127.0.0.1:{server.server_port}"
         server.shutdown()
-
-
-def only_for(key: list[str], status: int = 400, code: str = "ExpiredToken") -> Answer:
-    """Answers `abc`, but with an error to all who do not sign with the access key `key[0]`."""
-    error = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>old</Message></Error>".encode()
-
-    def answer(request: BaseHTTPRequestHandler) -> tuple[int, dict[str, str], bytes]:
-        if f"Credential={key[0]}/" not in request.headers["Authorization"]:
-            return status, {}, error
-        return 200, {"ETag": '"e"'}, b"abc" if request.command == "GET" else b""
-
-    return answer

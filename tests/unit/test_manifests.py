@@ -38,29 +38,27 @@ def strict(schema: Any) -> Any:
 def validate(manifest: dict[str, Any]) -> None:
     """Raises jsonschema.ValidationError."""
     text = gzip.decompress((ROOT / f"tests/schemas/{SCHEMAS[manifest['kind']]}.yaml.gz").read_bytes())
-    (definition,) = [document for document in yaml.load_all(text, yaml.CSafeLoader) if document]
+    (definition,) = filter(None, yaml.load_all(text, yaml.CSafeLoader))
     group, _, version = manifest["apiVersion"].partition("/")
     assert group == definition["spec"]["group"]
-    (schema,) = [
-        v["schema"]["openAPIV3Schema"]["properties"]["spec"]
-        for v in definition["spec"]["versions"]
-        if v["name"] == version
-    ]
-    jsonschema.validate(manifest["spec"], strict(schema))
+    schemas = {of_version["name"]: of_version["schema"] for of_version in definition["spec"]["versions"]}
+    jsonschema.validate(manifest["spec"], strict(schemas[version]["openAPIV3Schema"]["properties"]["spec"]))
 
 
 def load(name: str) -> dict[str, Any]:
     return yaml.safe_load((ROOT / "launch" / name).read_text())
 
 
-def objects() -> dict[str, dict[str, Any]]:
-    wrapper = load("kubernetes/pytorchjob-appwrapper.yaml")
-    inner = wrapper["spec"]["components"][0]["template"]
-    return {"TrainJob": load("kubernetes/trainjob.yaml"), "AppWrapper": wrapper, "PyTorchJob": inner}
+WRAPPER = load("kubernetes/pytorchjob-appwrapper.yaml")
+OBJECTS = {
+    "TrainJob": load("kubernetes/trainjob.yaml"),
+    "AppWrapper": WRAPPER,
+    "PyTorchJob": WRAPPER["spec"]["components"][0]["template"],
+}
 
 
 def pod_and_arguments(kind: str) -> tuple[dict[str, Any], list[str]]:
-    spec = objects()[kind]["spec"]
+    spec = OBJECTS[kind]["spec"]
     if kind == "TrainJob":
         (node,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
         return node["template"]["spec"]["template"]["spec"], spec["trainer"]["args"]
@@ -70,7 +68,7 @@ def pod_and_arguments(kind: str) -> tuple[dict[str, Any], list[str]]:
 
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_manifests_fit_the_published_schemas(kind: str) -> None:
-    manifest = objects()[kind]
+    manifest = OBJECTS[kind]
     validate(manifest)
     misspelt = copy.deepcopy(manifest)
     misspelt["spec"]["nummNodes"] = 2
@@ -100,12 +98,12 @@ def test_arguments_are_settings_and_credentials_are_in_the_secret(kind: str) -> 
     _, arguments = pod_and_arguments(kind)
     assert arguments[0].startswith("/runs/"), "launch/node.sh takes the run's folder first"
     config = load_config(arguments[arguments.index("train.py") + 1 :])
-    elastic = objects()[kind]["spec"].get("elasticPolicy")
+    elastic = OBJECTS[kind]["spec"].get("elasticPolicy")
     if elastic:  # the batch stays the same with any number of nodes
         ranks = [8 * nodes for nodes in range(elastic["minReplicas"], elastic["maxReplicas"] + 1)]
         assert [grad_accum_steps(config.training, n) for n in ranks]
         assert config.training.global_batch_size
-    text = yaml.safe_dump(objects()[kind]["spec"])
+    text = yaml.safe_dump(OBJECTS[kind]["spec"])
     assert "titanite-s3" in text
     assert not re.search(r"AKIA|SECRET_ACCESS_KEY.*value: ", text)
 
@@ -114,11 +112,10 @@ def test_what_the_controllers_refuse_or_overlook() -> None:
     """Beyond their schemas: Trainer's webhook; AppWrapper looks at the exit codes of pods that are Failed only."""
     (container,) = pod_and_arguments("TrainJob")[0]["containers"]
     assert "env" not in container, "must not have envs for the dataset-initializer, model-initializer, node containers"
-    wrapper, job = objects()["AppWrapper"], objects()["PyTorchJob"]
-    annotations = wrapper["metadata"]["annotations"]
     prefix = "workload.codeflare.dev.appwrapper"
-    assert annotations == {f"{prefix}/retryLimit": "100", f"{prefix}/terminalExitCodes": "100"}
-    assert job["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "Never"
+    annotations = {f"{prefix}/retryLimit": "100", f"{prefix}/terminalExitCodes": "100"}
+    assert WRAPPER["metadata"]["annotations"] == annotations
+    assert OBJECTS["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "Never"
 
 
 def test_nodes_of_skypilot_are_met_at_their_addresses(tmp_path: Path) -> None:
