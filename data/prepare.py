@@ -124,8 +124,9 @@ class Plan:
         options = {name: value for name, value in vars(self.o).items() if name not in NO_PART_OF_THE_PLAN}
         return json.dumps([options, self.input, self.facts])
 
-    def part(self, name: str) -> Path:
-        return self.folder / writer.PARTS / name
+    @property
+    def parts(self) -> Path:
+        return self.folder / writer.PARTS
 
 
 def prepare(texts: Iterable[str | Mapping[str, Any]], output: str, **options: Any) -> dict[str, Any]:
@@ -281,11 +282,10 @@ def _run_passes(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit]) -> dict
     Raises DataError if too many records are bad; finished parts are kept for a larger --skip-bad.
     """
     waiting = [bucket for bucket in range(plan.buckets) if not _record(plan, bucket).exists()]
+    tasks = max(len(units), plan.buckets)
     # Starting a process takes most of a second, in which it could tokenise a few MB.
-    is_small = sum(unit.bytes for unit in units) < 2 * UNIT_BYTES
-    cores = 1 if is_small else len(os.sched_getaffinity(0))
-    workers = plan.o.processes or cores
-    with _worker_pool(min(workers, max(len(units), plan.buckets))) as pool_map:
+    cores = len(os.sched_getaffinity(0)) if tasks > 2 else 1
+    with _worker_pool(min(plan.o.processes or cores, tasks)) as pool_map:
         if waiting:
             _run_all(pool_map, partial(_tokenize_unit, plan), list(enumerate(units)), "tokenise", " units")
         found = _read_findings(plan)
@@ -307,7 +307,7 @@ def _run_passes(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit]) -> dict
 def _read_findings(plan: Plan) -> Found:
     """What the first pass found in all units."""
     found = Found()
-    for path in sorted(plan.part("").glob("unit-*.json")):
+    for path in sorted(plan.parts.glob("unit-*.json")):
         bad, counts = json.loads(path.read_text(encoding="utf-8"))
         found.bad += bad
         for url, own in counts.items():
@@ -339,7 +339,7 @@ def tell_effects(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], found:
 
 def _finish(plan: Plan, tokenizer: Tokenizer, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Write the manifest, remove the parts and return the manifest."""
-    for part in plan.part("").glob("unit-*.arrow"):  # before the manifest, after which no start takes them up
+    for part in plan.parts.glob("unit-*.arrow"):  # before the manifest, after which no start takes them up
         part.unlink()
     written = []
     for bucket in range(plan.buckets):
@@ -412,7 +412,7 @@ def _chunks(name: str) -> Iterator[bytes]:
 
 def _start_or_go_on(plan: Plan, tokenizer: Tokenizer) -> None:
     """Keep the parts of an interrupted preparation by the same plan. Remove everything else that we wrote."""
-    plan_file = plan.part("plan.json")
+    plan_file = plan.parts / "plan.json"
     record = plan.record()
     if not plan_file.is_file() or plan_file.read_text(encoding="utf-8") != record:
         writer.remove_dataset(plan.folder)
@@ -432,7 +432,7 @@ def _stored_tokenizer(folder: Path, input: str) -> Tokenizer:
 
 def _tokenize_unit(plan: Plan, numbered: tuple[int, Unit]) -> None:
     """Write a unit's documents as a file, one record batch per bucket every HELD_BYTES."""
-    path = plan.part(f"unit-{numbered[0]:06}.arrow")
+    path = plan.parts / f"unit-{numbered[0]:06}.arrow"
     if path.exists():
         return
     tokenizer = _stored_tokenizer(plan.folder, plan.input)
@@ -562,7 +562,7 @@ def _write_bucket(plan: Plan, bucket: int) -> None:
         split = "validation"
         number -= plan.train_buckets
     batches = []
-    for path in sorted(plan.part("").glob("unit-*.arrow")):
+    for path in sorted(plan.parts.glob("unit-*.arrow")):
         with pa.OSFile(str(path)) as part:  # read, not mapped: units may outnumber the allowed open files
             file = pa.ipc.open_file(part)
             batches += [file.get_batch(i) for i in range(bucket, file.num_record_batches, plan.buckets)]
@@ -580,7 +580,7 @@ def _write_bucket(plan: Plan, bucket: int) -> None:
 
 
 def _record(plan: Plan, bucket: int) -> Path:
-    return plan.part(f"bucket-{bucket:06}.json")
+    return plan.parts / f"bucket-{bucket:06}.json"
 
 
 @contextmanager

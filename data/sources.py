@@ -84,7 +84,6 @@ class Unit(NamedTuple):
     files: tuple[File, ...]
     start: int = 0  # see DIVISIBLE; a line or document belongs to the unit in which the separator before it begins
     stop: int = 0  # 0: whole files
-    bytes: int = 0
     separator: str = ""  # ends a document in a text file; "": the file is one document
 
 
@@ -276,13 +275,13 @@ def plan_units(files: Sequence[File], separator: str = "", whole: bool = False) 
             group.append(file)
             size += file.size
             if size >= unit_bytes:
-                units.append(Unit(tuple(group), bytes=size))
+                units.append(Unit(tuple(group)))
                 group = []
                 size = 0
         else:
             units += _divided(file, unit_bytes)
     if group:
-        units.append(Unit(tuple(group), bytes=size))
+        units.append(Unit(tuple(group)))
     return [unit._replace(separator=separator) for unit in units]
 
 
@@ -290,14 +289,14 @@ def _divided(file: File, unit_bytes: int) -> list[Unit]:
     """The units of a file: parts of about `unit_bytes` if its reader can begin within it, otherwise one."""
     kind = content_kind(file)
     if kind_of(file.url)[1] or kind not in DIVISIBLE:
-        return [Unit((file,), bytes=file.size)]
+        return [Unit((file,))]
     whole = file.size
     if DIVISIBLE[kind] == "row groups":
         with failures_of(f"{file.url}: cannot be read"), open_file(file) as stream:
             whole = pq.ParquetFile(stream).num_row_groups
     each = max(1, unit_bytes * whole // file.size)
     bounds = pairwise([*range(0, whole, each), whole])
-    return [Unit((file,), start, stop, file.size * (stop - start) // whole) for start, stop in bounds]
+    return [Unit((file,), start, stop) for start, stop in bounds]
 
 
 def kind_of(url: str) -> tuple[str, str]:
