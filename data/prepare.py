@@ -134,13 +134,20 @@ def prepare(texts: Iterable[str | Mapping[str, Any]], output: str, **options: An
 
     The options are the command's: `seq_len=4096` is --seq-len=4096, `overwrite=True` is --overwrite.
     """
-    words = ["--source=-", f"--output={output}"]
+    o = parse_options(["--source=-", *words_of({"output": output, **options})])
+    return prepare_sources(o, _json_lines(texts, o.keys))
+
+
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """Options as words of a command. Without those that are False or None."""
+    words = []
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
-        if value is not False:
-            words.append(option if value is True else f"{option}={value}")
-    o = parse_options(words)
-    return prepare_sources(o, _json_lines(texts, o.keys))
+        if value is True:
+            words.append(option)
+        elif value is not False and value is not None:
+            words.append(f"{option}={value}")
+    return words
 
 
 def _json_lines(texts: Iterable[str | Mapping[str, Any]], key: str) -> Iterator[bytes]:

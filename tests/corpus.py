@@ -61,14 +61,8 @@ def write_dataset(
 
 def prepare(sources: list[str], output: str, **options: object) -> dict[str, Any]:
     """Run data.prepare in this process. Raises what its command prints."""
-    words = []
-    for name, value in options.items():
-        option = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(option)
-        elif value is not None and value is not False:
-            words.append(f"{option}={value}")
-    return preparation.prepare_sources(preparation.parse_options(["--source", *sources, "--output", output, *words]))
+    words = preparation.words_of({"output": output, **options})
+    return preparation.prepare_sources(preparation.parse_options(["--source", *sources, *words]))
 
 
 def documents_in(
