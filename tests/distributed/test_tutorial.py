@@ -77,6 +77,9 @@ def test_the_run_script_trains_on_text_and_says_what_to_do_next(checkout: Path) 
     ):
         wrong = call(checkout, script, *words)
         assert (wrong.returncode, wrong.stderr) == (2, said)
+    wrong = call(checkout, script, NGPU="auto")
+    assert (wrong.returncode, wrong.stderr) == (2, "error: NGPU=auto: must be a number of processes, at least 1\n")
+    assert call(checkout, script, "--help").stdout.startswith("usage: train.py")
 
     # On text named from where one stands; then the commands that the run names at its end.
     mine = checkout / "mine"
