@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import pickle
 import shutil
 import ssl
 import subprocess
@@ -61,6 +62,7 @@ def test_an_object_of_several_parts_comes_back(bucket, monkeypatch):
     assert store.sizes() == store.sizes("folder") == {"folder/object": len(data)}
     assert store.read("folder/object") == data
     assert store.read("folder/object", 1, 20 << 20) == data[1:][: 20 << 20]
+    assert pickle.loads(pickle.dumps(store)).read("folder/object") == data  # as another rank does
     with pytest.raises(DamagedError, match=f"a/b/folder/object: ends at byte {len(data)}, the rest"):
         store.read("folder/object", 7, len(data))
     for missing in ("folder", "other/object"):
@@ -223,7 +225,8 @@ def test_requests_refused_at_times_are_taken_at_last(endpoint, caplog):
 
 def test_https_that_cannot_be_spoken_or_trusted_is_not_waited_for(endpoint, tmp_path, monkeypatch):
     """http behind an https address; a certificate that this machine does not know, until AWS_CA_BUNDLE names it."""
-    key, certificate, sums = tmp_path / "key.pem", tmp_path / "certificate.pem", []
+    key, certificate, config, sums = tmp_path / "key.pem", tmp_path / "certificate.pem", tmp_path / "config", []
+    config.write_text("[default]\ns3 =\n    payload_signing_enabled = true\n")
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=me -addext subjectAltName=IP:127.0.0.1"
     subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -240,8 +243,12 @@ def test_https_that_cannot_be_spoken_or_trusted_is_not_waited_for(endpoint, tmp_
             assert not isinstance(caught.value, OutageError)
             monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
             endpoint(url).put("x", b"abc")
+            monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+            endpoint(url).put("x", b"abc")
             monkeypatch.delenv("AWS_CA_BUNDLE")
-    assert sums == [sha256(b"abc").hexdigest(), "UNSIGNED-PAYLOAD"], "signed where TLS does not vouch for it"
+            monkeypatch.delenv("AWS_CONFIG_FILE")
+    signed = sha256(b"abc").hexdigest()
+    assert sums == [signed, signed, "UNSIGNED-PAYLOAD", signed], "TLS vouches for it, unless the config asks for more"
 
 
 # ---------------------------------------------------------------- parts under way
