@@ -84,19 +84,15 @@ class Split:
     def read(self, block: int) -> Block:
         """Map one block and check it. Raises DataError naming the block, StoreError."""
         shard, number = self.find(block)
+        name = f"{self.files.url}/{shard.file}, block {number}"
         where = (int(column[block]) for column in (self.offset, self.size, self.crc32))
         try:
-            return self.decode(block, self.files.map(shard.file, *where))
+            content = self.files.map(shard.file, *where)
         except DamagedError as error:
             raise DataError(f"{error} (block {number}); `python -m tools.verify` names all files to replace") from None
-
-    def decode(self, block: int, content: memoryview) -> Block:
-        """The documents in the bytes of a block. Raises DataError naming the block if they are not what it had."""
         column = pa.ipc.read_record_batch(pa.py_buffer(content), token_schema(self.dtype)).column(0)
         values = column.values.to_numpy()
         offsets = column.offsets.to_numpy()
-        shard, number = self.find(block)
-        name = f"{self.files.url}/{shard.file}, block {number}"
         if len(column) != self.documents[block] or len(values) != self.tokens[block]:
             raise DataError(f"{name}: holds other documents than blocks.arrow says")
         ids = self.ids(values)
