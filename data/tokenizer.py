@@ -201,15 +201,11 @@ def _add_declared(raw: RawTokenizer, declared: Mapping[str, Any]) -> None:
 def _named_tokens(declared: Mapping[str, Any]) -> list[str]:
     """The texts of the special tokens that a tokenizer_config.json names, each once."""
     extra = declared.get("extra_special_tokens") or declared.get("additional_special_tokens") or []
-    keys = sorted((key for key in declared if key.endswith("_token")), key=_place_of_name)
-    fields = [declared[key] for key in keys]
+    others = [key for key in declared if key.endswith("_token") and key not in NAMED]
+    fields = [declared.get(key) for key in (*NAMED, *others)]
     fields += extra.values() if isinstance(extra, dict) else extra
     texts = map(content_of, fields)
     return list(dict.fromkeys(text for text in texts if isinstance(text, str)))
-
-
-def _place_of_name(key: str) -> int:
-    return NAMED.index(key) if key in NAMED else len(NAMED)
 
 
 def content_of(field: Any) -> Any:
