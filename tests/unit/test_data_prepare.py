@@ -475,7 +475,7 @@ def test_bad_input_is_named(tmp_path, name, content, message, capsys):
 
 
 def test_bad_records_are_left_out_counted_and_listed(texts, make, tokenizer_folder, tmp_path, monkeypatch, capsys):
-    """The same ones whatever the processes and kills, each with its place, which is counted here."""
+    """Also where a kill came before the manifest; each with its place, which is counted here."""
     monkeypatch.setattr(sources, "UNIT_BYTES", 3000)
     bad = [b'{"text": "cut \xe2\x82"}', b'{"text": null}', b'{"text": "\\ud83d"}', b"no JSON", b'["text"]']
     source = tmp_path / "in.jsonl"
@@ -496,7 +496,7 @@ def test_bad_records_are_left_out_counted_and_listed(texts, make, tokenizer_fold
         assert (last, ended.value.code) == ("documents 400, bad records 5", code)
     assert not (tmp_path / "out").exists()
     with pytest.raises(DataError, match="5 bad records are more than --skip-bad 4"):
-        make(source, skip_bad=4, processes=3)
+        make(source, skip_bad=4)
     with cut_off(), STOP:
         make(source, skip_bad=5)
     folder = make(source, skip_bad=5)
