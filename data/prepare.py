@@ -447,7 +447,7 @@ def _tokenize_unit(plan: Plan, numbered: tuple[int, Unit]) -> None:
     held: list[pa.RecordBatch] = []
     schema = pa.schema({"word": pa.uint64(), "tokens": token_type(plan.dtype)})
     with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as part_writer:
-        for tokenized in _tokenized(plan, tokenizer, numbered, found):
+        for tokenized in _tokenized(plan, tokenizer, numbered, found, BATCH_BYTES):
             held.append(tokenized)
             if sum(tokenized.nbytes for tokenized in held) >= HELD_BYTES:
                 _write_sorted(plan, held, part_writer)
@@ -459,7 +459,7 @@ def _tokenize_unit(plan: Plan, numbered: tuple[int, Unit]) -> None:
 
 
 def _tokenized(
-    plan: Plan, tokenizer: Tokenizer, numbered: tuple[int, Unit], found: Found, batch_bytes: int = BATCH_BYTES
+    plan: Plan, tokenizer: Tokenizer, numbered: tuple[int, Unit], found: Found, batch_bytes: int
 ) -> Iterator[pa.RecordBatch]:
     """Yield record batches with bucket, sort key and tokens of each document. Validation's buckets follow train's."""
     number, unit = numbered

@@ -233,6 +233,14 @@ def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, make, tmp_pa
     assert "train-00001.arrow" in whole
 
 
+def test_examples_are_counted_over_all_units(texts, make, tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "UNIT_BYTES", 5000)
+    rows = [json.dumps({"prompt": "say", "response": text}) for text in texts]
+    (tmp_path / "in.jsonl").write_text("\n".join(rows))
+    manifest = json.loads((make(tmp_path / "in.jsonl", format="sft", seq_len=2048) / "manifest.json").read_bytes())
+    assert manifest["conversations"] == manifest["examples"] == len(texts)
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.html.zst", "a.jsonl.gz"])
 def test_a_byte_order_mark_is_no_text_and_zeros_after_gzip_are_no_content(name, tmp_path):
     content = b"\xef\xbb\xbf" + (b'{"text": "def f():"}' if "jsonl" in name else b"def f():")
