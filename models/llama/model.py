@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1 and 3.2 in plain torch.
+"""Llama and its kin in plain torch: Qwen, Mistral, Granite, SmolLM and OLMo are Llamas with a few options.
 
 Weights have the layout of Hugging Face's checkpoints: rotary embeddings rotate the two halves of a head, so nothing is
 permuted when loading or exporting.
@@ -13,6 +13,7 @@ attention.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,17 +30,35 @@ CACHE_STEP = 256  # places by which caches grow: a kernel may have to be built f
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How Llama 3.1 stretches the low rotary frequencies (Grattafiori et al. 2024, and its reference code)."""
+    """How the rotary angles are changed for contexts longer than `original_seq_len` tokens.
 
+    llama3 slows the low frequencies down by `factor` (Grattafiori et al. 2024, and its reference code). yarn does too,
+    and multiplies cosine and sine by `attention_factor` (Peng et al. 2023). linear slows all of them (Chen et al.
+    2023). dynamic raises theta, the more the further the longest position is beyond the original context.
+    """
+
+    kind: str = "llama3"  # or yarn, linear, dynamic
     factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
     original_seq_len: int = 8192
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_slow: float = 1.0  # yarn: turns within the original context at and below which a frequency is slowed fully,
+    beta_fast: float = 32.0  # and at and above which not at all
+    truncate: bool = True  # yarn: these bounds are moved to whole pairs
+    attention_factor: float = 0.0  # yarn; 0: 0.1 ln(factor) + 1
+    full_layers_only: bool = False  # layers with a window keep their angles
+
+
+class Rope(NamedTuple):
+    """Rotary embedding of a layer. `theta` 0: none."""
+
+    theta: float
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Shape of a Llama. With `vocab_size` 0 the tokenizer decides."""
+    """Shape of a Llama. With `vocab_size` 0 the tokenizer decides. What follows `rope_theta` is off by default."""
 
     dim: int
     n_layers: int
@@ -52,12 +71,43 @@ class LlamaConfig:
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str = ""  # "head": RMSNorm of each head of q and k; "width": of all their heads together
+    norm_after: bool = False  # norms on what attention and feed-forward return, none before them
+    # One value per layer, repeated if there are more layers. Empty: the same for all.
+    windows: tuple[int, ...] = ()  # how many tokens a token sees, itself included; 0: all before it
+    rope_thetas: tuple[float, ...] = ()  # in place of rope_theta; 0: no rotary embedding
+    # Factors, where 0 means none.
+    embedding_multiplier: float = 0.0
+    attention_multiplier: float = 0.0  # of q k, in place of 1 / sqrt(head_dim)
+    residual_multiplier: float = 0.0  # of what attention and feed-forward return
+    logits_divisor: float = 0.0
 
     def __post_init__(self) -> None:
         if not self.head_dim:
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
+        for name in ("windows", "rope_thetas"):  # lists in TOML and JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.n_heads % self.n_kv_heads or self.head_dim % 2:
             raise ValueError(f"n_heads must be a multiple of n_kv_heads and head_dim even: {self}")
+        if self.qk_norm not in ("", "head", "width"):
+            raise ValueError(f'qk_norm = {self.qk_norm!r}: must be "", "head" or "width"')
+
+    def window(self, layer: int) -> int:
+        """How many tokens a token of this layer sees, itself included; 0: all before it."""
+        return self.windows[layer % len(self.windows)] if self.windows else 0
+
+    def rope(self, layer: int) -> Rope:
+        """Rotary embedding of this layer."""
+        theta = self.rope_theta
+        if self.rope_thetas:
+            theta = self.rope_thetas[layer % len(self.rope_thetas)]
+        scaling = self.rope_scaling
+        if not theta or (scaling and scaling.full_layers_only and self.window(layer)):
+            scaling = None
+        return Rope(theta, scaling)
 
 
 class KVCache:
@@ -82,24 +132,61 @@ class KVCache:
         return stored[:, :, :length].chunk(2, dim=1)
 
 
-def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
-    """Angle per position by which each pair of a head is rotated, [H / 2], float32 (Su et al. 2021)."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
-    frequencies = 1.0 / config.rope_theta**exponents
-    scaling = config.rope_scaling
-    if scaling is None:
+def rope_frequencies(rope: Rope, head_dim: int, device: torch.device, length: int = 0) -> Tensor:
+    """Angle per position by which each pair of a head is rotated, [H / 2], float32 (Su et al. 2021).
+
+    `length` is the longest position + 1, for dynamic scaling.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    theta = rope.theta
+    scaling = rope.scaling
+    if not theta:
+        return torch.zeros_like(exponents)
+    if scaling is not None and scaling.kind == "dynamic" and length > scaling.original_seq_len:
+        growth = scaling.factor * length / scaling.original_seq_len - (scaling.factor - 1)
+        theta *= growth ** (head_dim / (head_dim - 2))
+    frequencies = 1.0 / theta**exponents
+    if scaling is None or scaling.kind == "dynamic":
         return frequencies
-    turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # full turns within the original context
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: fast, untouched; 0: slow, stretched by the factor
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        keep = _yarn_keep(theta, scaling, head_dim, device)
+    else:
+        turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # full turns within the original context
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: fast, untouched; 0: slow, stretched by the factor
     return frequencies * keep + frequencies / scaling.factor * (1 - keep)
 
 
-def rope_cos_sin(config: LlamaConfig, positions: Tensor) -> tuple[Tensor, Tensor]:
+def _yarn_keep(theta: float, scaling: RopeScaling, head_dim: int, device: torch.device) -> Tensor:
+    """How much of its frequency each pair keeps, [H / 2]: a ramp over the pairs, between two numbers of turns."""
+
+    def pair_of(turns: float) -> float:
+        wavelengths = scaling.original_seq_len / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelengths) / (2 * math.log(theta))
+
+    first = pair_of(scaling.beta_fast)
+    last = pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, head_dim - 1)
+    if first == last:
+        last += 0.001  # as the reference does
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
+    return 1 - ((pairs - first) / (last - first)).clamp(0, 1)
+
+
+def rope_cos_sin(rope: Rope, head_dim: int, positions: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles at every position, each [B or 1, S, 1, H], float32."""
-    angles = positions[..., None].float() * rope_frequencies(config, positions.device)
+    angles = positions[..., None].float() * rope_frequencies(rope, head_dim, positions.device, length)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(-2)
-    return angles.cos(), angles.sin()
+    if rope.scaling is None or rope.scaling.kind != "yarn":
+        return angles.cos(), angles.sin()
+    factor = rope.scaling.attention_factor or 0.1 * math.log(rope.scaling.factor) + 1
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def apply_rope(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -109,24 +196,37 @@ def apply_rope(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x_BSNH)
 
 
-def causal_mask(positions_BT: Tensor, queries_S: Tensor) -> Tensor | BlockMask:
+def causal_mask(positions_BT: Tensor, queries_S: Tensor, window: int = 0) -> Tensor | BlockMask:
     """The mask for the tokens at the places `queries_S`: they see what is not after them in their document.
 
-    Documents start where `positions_BT` is 0. A boolean [B, 1, S, T], but on CUDA flex attention's block mask, since
-    with a boolean cuDNN's backward on an H100 may give NaN (torch 2.11 to 2.13,
-    github.com/pytorch/pytorch/issues/196678).
+    Of that, with a `window`, the nearest so many tokens, themselves included. Documents start where `positions_BT` is
+    0. A boolean [B, 1, S, T], but on CUDA flex attention's block mask, since with a boolean cuDNN's backward on an H100
+    may give NaN (torch 2.11 to 2.13, github.com/pytorch/pytorch/issues/196678).
     """
     documents_BT = (positions_BT == 0).cumsum(dim=1)
     B, T = documents_BT.shape
     S = queries_S.shape[0]
+    reach = window or T
     if positions_BT.is_cuda:
 
         def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            return (queries_S[q] >= k) & (documents_BT[b, queries_S[q]] == documents_BT[b, k])
+            near = (queries_S[q] >= k) & (queries_S[q] - k < reach)
+            return near & (documents_BT[b, queries_S[q]] == documents_BT[b, k])
 
         return compiled_block_mask(visible, B, None, S, T, device="cuda")
     same_document = documents_BT[:, None, queries_S, None] == documents_BT[:, None, None, :]
-    return same_document & (queries_S[:, None] >= torch.arange(T, device=queries_S.device))
+    distance_ST = queries_S[:, None] - torch.arange(T, device=queries_S.device)
+    return same_document & (distance_ST >= 0) & (distance_ST < reach)
+
+
+def cache_mask(positions_BS: Tensor, window: int) -> Tensor:
+    """The mask for tokens at `positions_BS` of their rows' caches, [B, 1, S, T]. T is filled up to a CACHE_STEP."""
+    filled = (int(positions_BS.max()) // CACHE_STEP + 1) * CACHE_STEP
+    distance_BST = positions_BS[..., None] - torch.arange(filled, device=positions_BS.device)
+    mask = distance_BST >= 0
+    if window:
+        mask &= distance_BST < window
+    return mask[:, None]
 
 
 def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask) -> Tensor:
@@ -178,23 +278,41 @@ class Attention(nn.Module):
     def __init__(self, config: LlamaConfig):
         super().__init__()
         self.head_dim = config.head_dim
+        self.qk_norm = config.qk_norm
+        self.query_factor = config.attention_multiplier * math.sqrt(config.head_dim)  # `attend` divides by this root
         self.attend: Callable[..., Tensor] = attention
-        self.wq = Linear(config.dim, config.n_heads * config.head_dim, bias=False)
-        self.wk = Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wv = Linear(config.dim, config.n_kv_heads * config.head_dim, bias=False)
-        self.wo = Linear(config.n_heads * config.head_dim, config.dim, bias=False)
+        q_width = config.n_heads * config.head_dim
+        k_width = config.n_kv_heads * config.head_dim
+        self.wq = Linear(config.dim, q_width, bias=config.qkv_bias)
+        self.wk = Linear(config.dim, k_width, bias=config.qkv_bias)
+        self.wv = Linear(config.dim, k_width, bias=config.qkv_bias)
+        self.wo = Linear(q_width, config.dim, bias=config.o_bias)
+        if config.qk_norm:
+            of_heads = config.qk_norm == "head"
+            self.q_norm = RMSNorm(config.head_dim if of_heads else q_width, config.norm_eps)
+            self.k_norm = RMSNorm(config.head_dim if of_heads else k_width, config.norm_eps)
 
     def forward(
         self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask: Mask, cache: KVCache | None, positions_BS: Tensor | None
     ) -> Tensor:
         S = cos.shape[1]
-        q = self._split_heads(self.wq(x_BSD), S)
-        k = self._split_heads(self.wk(x_BSD), S)
+        q = self.wq(x_BSD)
+        k = self.wk(x_BSD)
+        if self.qk_norm == "width":
+            q = self.q_norm(q)
+            k = self.k_norm(k)
+        q = self._split_heads(q, S)
+        k = self._split_heads(k, S)
         v = self._split_heads(self.wv(x_BSD), S)
+        if self.qk_norm == "head":
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         # Rotated before the transpose: after it, they would be copied.
         q = apply_rope(q, cos, sin).transpose(1, 2)
         k = apply_rope(k, cos, sin).transpose(1, 2)
         v = v.transpose(1, 2)
+        if self.query_factor:
+            q = q * self.query_factor
         if cache is not None and positions_BS is not None and mask is not None:
             k, v = cache.store(k, v, positions_BS, mask.shape[-1])
         out_BNSH = self.attend(q, k, v, mask)
@@ -211,17 +329,23 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.w1 = Linear(config.dim, config.hidden_dim, bias=False)
-        self.w2 = Linear(config.hidden_dim, config.dim, bias=False)
-        self.w3 = Linear(config.dim, config.hidden_dim, bias=False)
+        self.w1 = Linear(config.dim, config.hidden_dim, bias=config.mlp_bias)
+        self.w2 = Linear(config.hidden_dim, config.dim, bias=config.mlp_bias)
+        self.w3 = Linear(config.dim, config.hidden_dim, bias=config.mlp_bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
 
 
 class Block(nn.Module):
-    def __init__(self, config: LlamaConfig):
+    """Attention, then feed-forward. Each has a norm before it, or with `norm_after` one after it."""
+
+    def __init__(self, config: LlamaConfig, layer: int = 0):
         super().__init__()
+        self.window = config.window(layer)
+        self.rope = config.rope(layer)
+        self.norm_after = config.norm_after
+        self.residual_multiplier = config.residual_multiplier
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
@@ -236,10 +360,20 @@ class Block(nn.Module):
         cache: KVCache | None = None,
         positions_BS: Tensor | None = None,
     ) -> Tensor:
-        h = x_BSD + self.attention(
-            self.attention_norm(x_BSD), cos=cos, sin=sin, mask=mask, cache=cache, positions_BS=positions_BS
-        )
-        return h + self.feed_forward(self.ffn_norm(h))
+        h = x_BSD if self.norm_after else self.attention_norm(x_BSD)
+        h = self.attention(h, cos=cos, sin=sin, mask=mask, cache=cache, positions_BS=positions_BS)
+        if self.norm_after:
+            h = self.attention_norm(h)
+        if self.residual_multiplier:
+            h = h * self.residual_multiplier
+        x_BSD = x_BSD + h
+        h = x_BSD if self.norm_after else self.ffn_norm(x_BSD)
+        h = self.feed_forward(h)
+        if self.norm_after:
+            h = self.ffn_norm(h)
+        if self.residual_multiplier:
+            h = h * self.residual_multiplier
+        return x_BSD + h
 
 
 class Llama(nn.Module):
@@ -262,7 +396,7 @@ class Llama(nn.Module):
         # A pipeline gives the embedding to the first stage, norm and output to the last; others have None.
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         # Keyed by number, so that parameters keep their names when a pipeline stage holds only some layers.
-        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         # Tied embeddings have no second parameter: one weight, one name, one shard.
         self.output = None if config.tie_embeddings else Output(config.dim, config.vocab_size, bias=False)
@@ -286,48 +420,71 @@ class Llama(nn.Module):
         S = self.seq_len or x.shape[1]
         device = x.device
         positions = torch.arange(S, device=device)[None] if positions_BS is None else positions_BS
-        mask: Mask = None
-        if caches:
-            filled = (int(positions.max()) // CACHE_STEP + 1) * CACHE_STEP
-            mask = torch.arange(filled, device=device) <= positions[:, None, :, None]
-        elif self.local_indices is not None:
+        masked = positions_BS is not None  # documents, or caches
+        own = torch.arange(S, device=device)
+        if self.local_indices is not None:
             own = self.local_indices(S)
-            if self.local_mask or positions_BS is not None:
-                mask = causal_mask(positions, own)
-            positions = positions[:, own]
+            masked |= self.local_mask
             if self.tok_embeddings is not None:  # tokens, not a pipeline's hidden states
                 x = x[:, own]
-        elif positions_BS is not None:
-            mask = causal_mask(positions, torch.arange(S, device=device))
-        cos, sin = rope_cos_sin(self.config, positions)
+
+        # Layers differ in window and rotary embedding at most.
+        masks: dict[int, Mask] = {}
+        for window in {block.window for block in self.layers.values()}:
+            if caches:
+                masks[window] = cache_mask(positions, window)
+            elif masked or 0 < window < S:
+                masks[window] = causal_mask(positions, own, window)
+            else:
+                masks[window] = None
+        ropes = {}
+        for rope in {block.rope for block in self.layers.values()}:
+            length = 0
+            if rope.scaling is not None and rope.scaling.kind == "dynamic":
+                length = int(positions.max()) + 1
+            ropes[rope] = rope_cos_sin(rope, self.config.head_dim, positions[:, own], length)
 
         h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         h = h.to(self.compute_dtype or h.dtype)
+        if self.config.embedding_multiplier and self.tok_embeddings is not None:
+            h = h * self.config.embedding_multiplier
         for i, block in enumerate(self.layers.values()):
+            cos, sin = ropes[block.rope]
             if caches:
-                h = block(h, cos, sin, mask, caches[i], positions)
+                h = block(h, cos, sin, masks[block.window], caches[i], positions)
             else:
-                h = block(h, cos, sin, mask)
+                h = block(h, cos, sin, masks[block.window])
         if self.norm is None:
             return h
         h = self.norm(h)
-        if self.output is not None:
-            result = self.output(h) if loss is None else self.output(h, loss)
-        else:
-            assert self.tok_embeddings is not None, "tied: one weight at both ends"
-            weight = self.tok_embeddings.weight
-            result = Output.compute(h, weight) if loss is None else loss(h, weight, Output.compute)
+        if self.config.logits_divisor:
+            h = h / self.config.logits_divisor
         if loss is not None:
-            return result
-        return result.view(-1, positions.shape[1], result.shape[-1])
+            return self._compute_loss(h, loss)
+        logits = self._compute_logits(h)
+        return logits.view(-1, own.shape[0], logits.shape[-1])
+
+    def _compute_logits(self, h: Tensor) -> Tensor:
+        if self.output is not None:
+            return self.output(h)
+        assert self.tok_embeddings is not None, "tied: one weight at both ends"
+        return Output.compute(h, self.tok_embeddings.weight)
+
+    def _compute_loss(self, h: Tensor, loss: Callable[..., Tensor]) -> Tensor:
+        if self.output is not None:
+            return self.output(h, loss)
+        assert self.tok_embeddings is not None, "tied: one weight at both ends"
+        return loss(h, self.tok_embeddings.weight, Output.compute)
 
     def init_std(self, name: str) -> float | None:
-        """Standard deviation of the initial values of parameter `name`; None for norms, which start at 1.
+        """Standard deviation of the initial values of parameter `name`; None for norms, which start at 1. Biases are 0.
 
         As in GPT-2, layers that add to the residual stream (wo, w2) are scaled by 1 / sqrt(2 n_layers).
         """
         if "norm" in name:
             return None
+        if name.endswith("bias"):
+            return 0.0
         if name.endswith(("wo.weight", "w2.weight")):
             return 0.02 / math.sqrt(2 * self.config.n_layers)
         return 0.02
@@ -335,11 +492,13 @@ class Llama(nn.Module):
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations per trained token in forward and backward, without recomputation.
 
-        6 per weight of a matmul, plus 12 * n_layers * n_heads * head_dim * seq_len for attention, as if it were not
-        causal. This is the definition of PaLM's appendix B, as in torchtitan, so that figures compare.
+        6 per weight of a matmul, plus 12 * n_heads * head_dim * seq_len per layer for attention, as if it were not
+        causal; a window counts in place of seq_len. This is the definition of PaLM's appendix B, as in torchtitan, so
+        that figures compare.
         """
         matmul_weights = sum(p.numel() for p in self.parameters())
         if self.output is not None and self.tok_embeddings is not None:
             matmul_weights -= self.tok_embeddings.weight.numel()  # a look-up, no matmul, unless it is also the output
         config = self.config
-        return 6 * matmul_weights + 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
+        seen = sum(min(config.window(i) or seq_len, seq_len) for i in range(config.n_layers))
+        return 6 * matmul_weights + 12 * config.n_heads * config.head_dim * seen
