@@ -38,12 +38,12 @@ def apply_parallelism(
     """Split and change `model` (on the meta device): PP → TP → CP → activation checkpointing → compile → FSDP2.
 
     Returns the parts this rank holds: its pipeline stages, or without a pipeline `model` itself. `block_plan` says how
-    TP splits a block, by default BLOCK_PLAN: for blocks with more in them than Llama's.
+    TP splits a block, by default `plan_of_block`: for blocks with more in them than Llama's.
     """
     parts = split_stages(model, mesh, config) if mesh.pp.size() > 1 else [model]
     for part in parts:
         if mesh.tp.size() > 1:
-            apply_tensor_plans(part, block_plan or BLOCK_PLAN, mesh, config)
+            apply_tensor_plans(part, block_plan or plan_of_block(part.config), mesh, config)
         if mesh.cp.size() > 1:
             apply_context_parallel(part, mesh, config.parallelism.cp_method)
         checkpoint_and_compile(part, mesh, config)
@@ -69,6 +69,10 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
         raise ConfigError(f"training.seq_len = {seq_len}: must be a multiple of {pieces}, for parallelism.tp and cp")
     if settings.cp > 1 and settings.cp_method == "ring" and config.data.mask_documents:
         raise ConfigError('parallelism.cp_method = "ring": cannot tell documents apart; set it to "allgather"')
+    if settings.cp > 1 and settings.cp_method == "ring" and any(flavor.windows):
+        raise ConfigError('parallelism.cp_method = "ring": has no windows, which the model has; set it to "allgather"')
+    if settings.tp > 1 and flavor.qk_norm == "width":
+        raise ConfigError(f"parallelism.tp = {settings.tp}: no rank has the whole width of q and k, which are normed")
     if settings.pp > 1 and flavor.tie_embeddings:
         raise ConfigError(f"parallelism.pp = {settings.pp}: the model has one weight as embedding and output")
     check_activation_checkpoint(config)
@@ -112,6 +116,28 @@ BLOCK_PLAN: dict[str, ParallelStyle] = {
     "feed_forward.w3": ColwiseParallel(),
     "feed_forward.w2": RowwiseParallel(output_layouts=Shard(0)),
 }
+# Norms of heads, of which a rank has some, [B, S, heads, H].
+QK_NORM_PLAN: dict[str, ParallelStyle] = {
+    "attention.q_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+    "attention.k_norm": SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+# Norms whose result is added to the residual stream, a plain tensor.
+NORM_AFTER_PLAN: dict[str, ParallelStyle] = {
+    "attention_norm": SequenceParallel(sequence_dim=0, use_local_output=True),
+    "ffn_norm": SequenceParallel(sequence_dim=0, use_local_output=True),
+}
+
+
+def plan_of_block(flavor: LlamaConfig) -> dict[str, ParallelStyle]:
+    """BLOCK_PLAN, and what the options of `flavor` change in it."""
+    plan = dict(BLOCK_PLAN)
+    if flavor.qk_norm:
+        plan |= QK_NORM_PLAN
+    if flavor.norm_after:
+        plan |= NORM_AFTER_PLAN
+    return plan
+
+
 # How it splits the layers outside the blocks: embedding and output by vocabulary, and with them the loss.
 OUTER_PLAN: dict[str, ParallelStyle] = {
     "tok_embeddings": VocabParallelEmbedding(),

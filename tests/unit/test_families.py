@@ -105,7 +105,9 @@ def test_config_crosses_both_ways(name: str) -> None:
     written = json.loads(json.dumps(to_hf_config(flavor, 64, "float32", hf.config.model_type)))
     assert written["model_type"] == hf.config.model_type
     assert from_hf_config(written) == flavor
-    again = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written | {"pad_token_id": None}), attn_implementation="eager").eval()
+    again = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**written | {"pad_token_id": None}), attn_implementation="eager"
+    ).eval()
     again.load_state_dict(hf.state_dict())
     tokens = random_tokens(2, 160)
     torch.testing.assert_close(again(tokens).logits, hf(tokens).logits)
