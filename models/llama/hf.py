@@ -208,7 +208,7 @@ def from_hf_config(hf: Mapping[str, Any]) -> LlamaConfig:
             raise ValueError(f"{key} = {hf[key]!r}: only {only!r} can be run")
     for key, off in OPTIONS.items():
         if key not in family.options and hf.get(key) not in (off, None):
-            raise ValueError(f"{key} = {hf[key]!r}: a {hf['model_type']} has no such option")
+            raise ValueError(f"{key} = {hf[key]!r}: a {hf.get('model_type', 'llama')} has no such option")
     windows = _read_windows(hf, family)
     theta, scaling = _read_rope(hf, windows)
     return LlamaConfig(

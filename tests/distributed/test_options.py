@@ -30,7 +30,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "one process": {"loss_chunks": 3},
     "compiled": {"compile": "aot_eager", "mode": "selective"},
     "documents": {"documents": True},
-    "HSDP 2 x 2": {"dp_replicate": 2, "dp_shard": 2},
+    "Muon, HSDP 2 x 2": {"optimizer": "muon", "dp_replicate": 2, "dp_shard": 2},
     "FSDP 2 x TP 2, compiled": {"dp_shard": 2, "tp": 2, "compile": "aot_eager", "mode": "full"},
     "CP 2, documents": {"cp": 2, "documents": True},
     **{name: LAYOUTS[name] for name in ("TP 2", "FSDP 2 x CP 2", "PP 2", "FSDP 2 x TP 2 x PP 2")},
@@ -43,8 +43,9 @@ def build_config(options: dict[str, Any]) -> Config:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_equals_a_plain_loop(name: str) -> None:
-    expected = plain_run(STEPS, documents=RUNS[name].get("documents", False), **ALL)
-    compare_forked(build_config(RUNS[name]), expected, **ALL)
+    options = RUNS[name]
+    expected = plain_run(STEPS, documents="documents" in options, muon="optimizer" in options, **ALL)
+    compare_forked(build_config(options), expected, **ALL)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Qwen, Mistral, Granite, SmolLM and OLMo, and each option of LlamaConfig, against Hugging Face transformers."""
 
+import copy
+import dataclasses
 import json
+import re
 from typing import Any
 
 import pytest
@@ -9,8 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from config import ConfigError, Float8
+from float8.convert import convert_to_float8
+from models.llama import FLAVORS
 from models.llama.hf import from_hf_config, hf_names, to_hf_config
-from models.llama.model import KVCache, Llama
+from models.llama.model import KVCache, Llama, LlamaConfig
 from tests.unit.test_llama import random_tokens
 
 SHAPE = {
@@ -93,8 +99,8 @@ def test_logits_and_gradients_equal_transformers(name: str) -> None:
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
     theirs, names = dict(hf.named_parameters()), hf_names(ours.config)
     for parameter_name, parameter in ours.named_parameters():
-        expected = theirs[names[parameter_name]].grad
-        torch.testing.assert_close(parameter.grad, expected, rtol=1e-4, atol=1e-5 * expected.abs().max(), msg=name)
+        grad = theirs[names[parameter_name]].grad
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-5 * grad.abs().max(), msg=parameter_name)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -121,3 +127,82 @@ def test_cached_decoding_gives_the_same_logits(name: str) -> None:
     parts = [torch.arange(a, b)[None] for a, b in ((0, 17), (17, 18), (18, 19), (19, 40))]
     pieces = [model(tokens[:, part[0]], part, caches) for part in parts]
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flavor", "parameters"),
+    [  # as published with the models
+        ("qwen3_0.6B", 596_049_920),
+        ("qwen3_1.7B", 1_720_574_976),
+        ("qwen3_4B", 4_022_468_096),
+        ("qwen3_8B", 8_190_735_360),
+        ("mistral_7B", 7_248_023_552),
+        ("granite3.3_2B", 2_533_539_840),
+        ("granite3.3_8B", 8_170_864_640),
+        ("smollm3_3B", 3_075_098_624),
+        ("olmo2_7B", 7_298_617_344),
+    ],
+)
+def test_flavors_have_the_published_number_of_parameters(flavor: str, parameters: int) -> None:
+    with torch.device("meta"):
+        model = Llama(FLAVORS[flavor])
+    assert sum(p.numel() for p in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize(("kernels", "biases"), [("own", False), ("compiler", True)])
+def test_in_float8_each_gradient_is_near_that_of_float64(kernels: str, biases: bool) -> None:
+    """With norms after the branches, which own kernels must not take for those that feed a matmul."""
+    options = {"qkv_bias": biases, "o_bias": biases, "mlp_bias": biases}
+    flavor = LlamaConfig(
+        dim=512, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=512, vocab_size=128, norm_after=True, qk_norm="head",
+        windows=(40, 0), embedding_multiplier=8.0, attention_multiplier=0.1, residual_multiplier=0.5, **options,
+    )  # fmt: skip
+    exact = Llama(flavor).double()
+    torch.manual_seed(0)
+    for weight in exact.parameters():
+        nn.init.normal_(weight, float(weight.ndim == 1), 0.05)
+    low = copy.deepcopy(exact).bfloat16()
+    settings = Float8(enable=True, filter="all", fsdp_all_gather="off", kernels=kernels)  # type: ignore[arg-type]
+    assert len(convert_to_float8(low, settings)[0]) == 14
+    tokens = torch.randint(0, 128, (2, 128))
+    for model in (exact, low):
+        F.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.roll(1).flatten()).backward()
+    for (name, weight), expected in zip(low.named_parameters(), exact.parameters(), strict=True):
+        assert weight.grad is not None
+        assert expected.grad is not None
+        error = (weight.grad.double() - expected.grad).norm() / expected.grad.norm()
+        assert error < 0.25, name  # wrong ones differ by as much as they are
+
+
+def test_own_float8_kernels_refuse_a_bias() -> None:
+    flavor = dataclasses.replace(FLAVORS["debug"], vocab_size=64, qkv_bias=True)
+    with torch.device("meta"):
+        model = Llama(flavor)
+    with pytest.raises(ConfigError, match="wq: has a bias"):
+        convert_to_float8(model, Float8(enable=True, filter="all", kernels="own"))
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        ({"model_type": "gemma3_text"}, "nearest to it is qwen3, but it has four norms"),
+        ({"model_type": "bert"}, "model_type = 'bert': must be one of llama, mistral, "),
+        ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias = True: a qwen2 has no such option"),
+        ({"model_type": "llama", "sliding_window": 64}, "sliding_window = 64: a llama has no such option"),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 5, "use_sliding_window": True}, "chunked_atte"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope': must be"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters of full_attention: only"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_run_is_refused_by_name_and_value(edit: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        from_hf_config({"model_type": "llama", "rms_norm_eps": 1e-5, **SHAPE, **edit})
+
+
+def test_a_model_that_no_family_can_express_is_not_exported() -> None:
+    flavor = dataclasses.replace(FLAVORS["debug"], vocab_size=64, norm_after=True, embedding_multiplier=2.0)
+    with pytest.raises(ValueError, match="no family of transformers has the options"):
+        to_hf_config(flavor, 64, "float32")
