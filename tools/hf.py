@@ -66,7 +66,11 @@ def export_model(
         check_same_names(opened, names)
         text, companions = find_tokenizer(opened, place, tokenizer, flavor.vocab_size)
         declared = declared_by(opened)
-        config = adapter.to_hf_config(flavor, longest_sequence(opened.manifest), dtype)
+        model_type = declared.get("imported", {}).get("model_type", "llama")
+        try:
+            config = adapter.to_hf_config(flavor, longest_sequence(opened.manifest), dtype, model_type)
+        except ValueError as error:
+            raise CheckpointError(f"{opened.url}: {error}") from None
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             prefix = f"{folder.name}.partial-"
@@ -262,11 +266,10 @@ def imported_flavor(folder: Path, weights: Mapping[str, Path]) -> tuple[str, Any
     path = folder / "config.json"
     with file_errors():
         raw = json_object(path.read_bytes(), str(path))
-    by_type = {spec.hf.MODEL_TYPE: (name, spec.hf) for name, spec in MODELS.items() if spec.hf}
+    adapters = [(name, spec.hf) for name, spec in MODELS.items() if spec.hf]
+    of_type = [pair for pair in adapters if raw.get("model_type") in pair[1].FAMILIES]
+    family, adapter = (of_type or adapters)[-1]  # which names the types that it knows
     try:
-        if raw.get("model_type") not in by_type:
-            raise ValueError(f"model_type = {raw.get('model_type')!r}: must be one of {', '.join(by_type)}")
-        family, adapter = by_type[raw["model_type"]]
         flavor = adapter.from_hf_config(raw)
         adapter.check_hf_names(weights.keys(), flavor)
         names = adapter.hf_names(flavor, weights.keys())

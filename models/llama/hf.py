@@ -196,7 +196,7 @@ def check_frequencies(found: Tensor, config: LlamaConfig) -> None:
 
 def from_hf_config(hf: Mapping[str, Any]) -> LlamaConfig:
     """The shape that a config.json describes. Raises ValueError for one we cannot run."""
-    family = _find_family(hf.get("model_type", "llama"))
+    family = _find_family(hf.get("model_type"))
     hf = {"rms_norm_eps": 1e-6, **family.defaults, **hf}
     if hf.get("use_sliding_window") is False:
         hf["sliding_window"] = None
@@ -208,7 +208,7 @@ def from_hf_config(hf: Mapping[str, Any]) -> LlamaConfig:
             raise ValueError(f"{key} = {hf[key]!r}: only {only!r} can be run")
     for key, off in OPTIONS.items():
         if key not in family.options and hf.get(key) not in (off, None):
-            raise ValueError(f"{key} = {hf[key]!r}: a {hf.get('model_type', 'llama')} has no such option")
+            raise ValueError(f"{key} = {hf[key]!r}: a {hf['model_type']} has no such option")
     windows = _read_windows(hf, family)
     theta, scaling = _read_rope(hf, windows)
     return LlamaConfig(
@@ -230,7 +230,7 @@ def from_hf_config(hf: Mapping[str, Any]) -> LlamaConfig:
     )
 
 
-def _find_family(model_type: str) -> Family:
+def _find_family(model_type: Any) -> Family:
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     message = f"model_type = {model_type!r}: must be one of {', '.join(FAMILIES)}"

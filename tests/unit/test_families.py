@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,15 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from config import ConfigError, Float8
+from data.tokenizer import train_tokenizer
 from float8.convert import convert_to_float8
+from generate import Request, generate
 from models.llama import FLAVORS
 from models.llama.hf import from_hf_config, hf_names, to_hf_config
 from models.llama.model import KVCache, Llama, LlamaConfig
+from models.trained import load_trained
 from tests.unit.test_llama import random_tokens
+from tools.hf import export_model, import_model
 
 SHAPE = {
     "vocab_size": 320,
@@ -206,3 +211,28 @@ def test_a_model_that_no_family_can_express_is_not_exported() -> None:
     flavor = dataclasses.replace(FLAVORS["debug"], vocab_size=64, norm_after=True, embedding_multiplier=2.0)
     with pytest.raises(ValueError, match="no family of transformers has the options"):
         to_hf_config(flavor, 64, "float32")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_import_and_export_keep_every_weight_and_the_family(name: str, tmp_path: Path) -> None:
+    """From several files. The import itself compares logits with transformers, the export its own."""
+    hf = hf_model(name)
+    hf.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    path = tmp_path / "hf" / "config.json"
+    written = json.loads(path.read_text()) | {"bos_token_id": None, "eos_token_id": None}  # no tokens of this tokenizer
+    path.write_text(json.dumps(written))
+    train_tokenizer(["the quick brown fox"] * 9, 300).save(tmp_path / "hf")
+    import_model(tmp_path / "hf", str(tmp_path / "ours"))
+    export_model(str(tmp_path / "ours"), tmp_path / "back", dtype="float32")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype="auto", attn_implementation="eager")
+    assert type(back) is type(hf)
+    for key, weight in hf.state_dict().items():
+        assert torch.equal(weight, back.state_dict()[key]), key
+    tokens = random_tokens(2, 160)
+    assert torch.equal(back(tokens).logits, hf(tokens).logits)
+    prompt = tokens[:1, :30]
+    made = hf.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)
+    trained = load_trained(str(tmp_path / "ours"), device=torch.device("cpu"), dtype=torch.float32)
+    rows = generate(trained.model, prompt.tolist(), torch.device("cpu"), Request(max_tokens=20, temperature=0.0))
+    assert [row[0] for row in rows] == made[0, 30:].tolist()

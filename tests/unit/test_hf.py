@@ -179,12 +179,12 @@ def _load_and_save(place: str, folder: str) -> None:
     manager.save(7)
 
 
-def to_twin_config(flavor: LlamaConfig, max_positions: int, dtype: str) -> dict:
+def to_twin_config(flavor: LlamaConfig, max_positions: int, dtype: str, model_type: str) -> dict:
     llama = llama_hf.to_hf_config(flavor, max_positions, dtype)
     return llama | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
 
 
-TWIN = SimpleNamespace(**vars(llama_hf) | {"MODEL_TYPE": "mistral", "to_hf_config": to_twin_config})
+TWIN = SimpleNamespace(**vars(llama_hf) | {"FAMILIES": {"mistral": None}, "to_hf_config": to_twin_config})
 
 
 def test_a_family_that_was_added_crosses_by_its_own_module(tmp_path, tokenizer_folder, monkeypatch, caplog):
@@ -419,10 +419,10 @@ def test_unusual_folders_are_read_as_transformers_reads_them(llama, made, monkey
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (partial(edit, model_type="mistral"), "model_type = 'mistral': must be one of llama"),
+        (partial(edit, model_type="mamba"), "model_type = 'mamba': must be one of llama, mistral"),
         (partial(edit, sliding_window=4096), "sliding_window = 4096"),
         (partial(edit, quantization_config={"quant_method": "fp8"}), "quantization_config"),
-        (partial(edit, rope_parameters={"rope_type": "yarn", "rope_theta": 1e4}), "rope_type = 'yarn'"),
+        (partial(edit, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}), "rope_type = 'longrope'"),
         (partial(edit, partial_rotary_factor=0.5), r"partial_rotary_factor = 0\.5"),
         (partial(edit, num_hidden_layers=4), r"missing model\.layers\.3\.input_layernorm\.weight"),
         (partial(edit, num_hidden_layers=2), r"left over model\.layers\.2\.input_layernorm\.weight"),
