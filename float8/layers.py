@@ -226,8 +226,8 @@ def convert_around(model: nn.Module, norms: bool) -> None:
         own = {name for name, layer in layers.items() if isinstance(layer, OwnLinear)}
         for name, readers in READERS.items():
             norm = layers.get(name)
-            reads_norm = isinstance(norm, nn.RMSNorm) and own.issuperset(readers)
-            if norms and reads_norm and not getattr(block, "norm_after", False):
+            before = norms and not getattr(block, "norm_after", False)
+            if before and isinstance(norm, nn.RMSNorm) and own.issuperset(readers):
                 check_forward(norm, {NORM}, "float8.layers.OwnNorm", INSTEAD)
                 setattr(block, name, OwnNorm(norm, layers[readers[0]].how[0]))
         for name, child in block.named_children():

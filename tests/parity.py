@@ -363,7 +363,7 @@ def compare(config: Config, plain: dict[str, Any], tolerances: tuple[float, floa
     """A run on forked ranks against a plain loop. Every parameter has a gradient on some rank. A z-loss is logged."""
     settings = config.parallelism
     world_size = math.prod((settings.dp_replicate, settings.dp_shard, settings.cp, settings.tp, settings.pp))
-    model = {key: plain[key] for key in ("tie_embeddings", "n_layers", "hidden_dim") if key in plain}
+    model = {key: value for key, value in plain.items() if hasattr(FLAVOR, key)}
     expected = plain_run(STEPS, **plain)
     seen = set[str]()
     for result in run_ranks(world_size, functools.partial(our_run, **model), config, STEPS, batches):

@@ -340,10 +340,8 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention, then feed-forward. Each has a norm before it, or with `norm_after` one after it."""
 
-    def __init__(self, config: LlamaConfig, layer: int = 0):
+    def __init__(self, config: LlamaConfig):
         super().__init__()
-        self.window = config.window(layer)
-        self.rope = config.rope(layer)
         self.norm_after = config.norm_after
         self.residual_multiplier = config.residual_multiplier
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)
@@ -396,7 +394,7 @@ class Llama(nn.Module):
         # A pipeline gives the embedding to the first stage, norm and output to the last; others have None.
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         # Keyed by number, so that parameters keep their names when a pipeline stage holds only some layers.
-        self.layers = nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
         # Tied embeddings have no second parameter: one weight, one name, one shard.
         self.output = None if config.tie_embeddings else Output(config.dim, config.vocab_size, bias=False)
@@ -428,32 +426,34 @@ class Llama(nn.Module):
             if self.tok_embeddings is not None:  # tokens, not a pipeline's hidden states
                 x = x[:, own]
 
-        # Layers differ in window and rotary embedding at most.
+        windows = [self.config.window(int(i)) for i in self.layers]
         masks: dict[int, Mask] = {}
-        for window in {block.window for block in self.layers.values()}:
+        for window in set(windows):
             if caches:
                 masks[window] = cache_mask(positions, window)
             elif masked or 0 < window < S:
                 masks[window] = causal_mask(positions, own, window)
             else:
                 masks[window] = None
-        ropes = {}
-        for rope in {block.rope for block in self.layers.values()}:
+        ropes = [self.config.rope(int(i)) for i in self.layers]
+        angles: dict[Rope, tuple[Tensor, Tensor]] = {}
+        for rope in set(ropes):
             length = 0
             if rope.scaling is not None and rope.scaling.kind == "dynamic":
                 length = int(positions.max()) + 1
-            ropes[rope] = rope_cos_sin(rope, self.config.head_dim, positions[:, own], length)
+            angles[rope] = rope_cos_sin(rope, self.config.head_dim, positions[:, own], length)
 
         h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         h = h.to(self.compute_dtype or h.dtype)
         if self.config.embedding_multiplier and self.tok_embeddings is not None:
             h = h * self.config.embedding_multiplier
         for i, block in enumerate(self.layers.values()):
-            cos, sin = ropes[block.rope]
+            cos, sin = angles[ropes[i]]
+            mask = masks[windows[i]]
             if caches:
-                h = block(h, cos, sin, masks[block.window], caches[i], positions)
+                h = block(h, cos, sin, mask, caches[i], positions)
             else:
-                h = block(h, cos, sin, masks[block.window])
+                h = block(h, cos, sin, mask)
         if self.norm is None:
             return h
         h = self.norm(h)

@@ -1,15 +1,15 @@
 """A model with all options of LlamaConfig on, in every layout, against a plain loop in one process."""
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import pytest
 
-from config import Config, ConfigError
+from config import ConfigError
 from models.llama.model import RopeScaling
 from models.llama.parallelize import check_parallelism
-from tests.distributed.test_parallel import LAYOUTS, compare_forked
-from tests.parity import FLAVOR, STEPS, config_for, plain_run
+from tests.parity import FLAVOR, GLOBAL_BATCH, case, compare, config_for
 
 ALL: dict[str, Any] = {
     "n_layers": 4,
@@ -26,26 +26,24 @@ ALL: dict[str, Any] = {
     "residual_multiplier": 0.5,
     "logits_divisor": 3.0,
 }
-RUNS: dict[str, dict[str, Any]] = {
-    "one process": {"loss_chunks": 3},
-    "compiled": {"compile": "aot_eager", "mode": "selective"},
-    "documents": {"documents": True},
-    "Muon, HSDP 2 x 2": {"optimizer": "muon", "dp_replicate": 2, "dp_shard": 2},
-    "FSDP 2 x TP 2, compiled": {"dp_shard": 2, "tp": 2, "compile": "aot_eager", "mode": "full"},
-    "CP 2, documents": {"cp": 2, "documents": True},
-    **{name: LAYOUTS[name] for name in ("TP 2", "FSDP 2 x CP 2", "PP 2", "FSDP 2 x TP 2 x PP 2")},
+with_all = partial(case, ALL)
+CASES = {
+    "one process": with_all(loss_chunks=3),
+    "compiled": with_all(compile="aot_eager", mode="selective"),
+    "documents": case(ALL | {"documents": True}, documents=True),
+    "Muon, HSDP 2 x 2": case(ALL | {"muon": True}, optimizer="muon", dp_replicate=2, dp_shard=2),
+    "TP 2": with_all(tp=2),
+    "FSDP 2 x TP 2, compiled": with_all(dp_shard=2, tp=2, compile="aot_eager", mode="full"),
+    "FSDP 2 x CP 2": with_all(dp_shard=2, cp=2),
+    "CP 2, documents": case(ALL | {"documents": True}, documents=True, cp=2),
+    "PP 2": with_all(pp=2, pp_microbatch_size=2, local_batch_size=GLOBAL_BATCH),
+    "FSDP 2 x TP 2 x PP 2": with_all(dp_shard=2, tp=2, pp=2, pp_microbatch_size=2),
 }
 
 
-def build_config(options: dict[str, Any]) -> Config:
-    return config_for(**({"dp_replicate": 1, "dp_shard": 1} | options))
-
-
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", CASES)
 def test_equals_a_plain_loop(name: str) -> None:
-    options = RUNS[name]
-    expected = plain_run(STEPS, documents="documents" in options, muon="optimizer" in options, **ALL)
-    compare_forked(build_config(options), expected, **ALL)
+    compare(*CASES[name])
 
 
 @pytest.mark.parametrize(
@@ -57,4 +55,4 @@ def test_equals_a_plain_loop(name: str) -> None:
 )
 def test_what_a_layout_cannot_do_is_refused(layout: dict[str, Any], options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        check_parallelism(dataclasses.replace(FLAVOR, **options), build_config(layout))
+        check_parallelism(dataclasses.replace(FLAVOR, **options), config_for(1, 1, **layout))
