@@ -125,8 +125,7 @@ def load_place(place: str | Path, fill: Callable[[Opened], T]) -> T:
 
 def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:
     """Raise CheckpointError naming the differences if a checkpoint is of another model."""
-    ours = json.loads(json.dumps(identity))  # tuples become lists
-    different = model_differences(manifest["identity"], ours)
+    different = model_differences(manifest["identity"], identity)
     if different:
         raise CheckpointError(f"the checkpoint of step {manifest['step']} holds another model: {different}")
 
@@ -134,10 +133,15 @@ def check_identity(manifest: Manifest, identity: dict[str, Any]) -> None:
 def model_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
     """How two models differ, by their identities; "" if they do not."""
     found = []
+    ours = json.loads(json.dumps(ours))  # tuples become lists
     for key in sorted(theirs.keys() | ours.keys()):
         there = theirs.get(key)
         here = ours.get(key)
-        if (there or None) != (here or None):  # a field added later was off in older models
+        if isinstance(there, Mapping) and isinstance(here, Mapping):
+            nested = model_differences(there, here)
+            if nested:
+                found.append(f"{key}: {nested}")
+        elif (there or None) != (here or None):  # a field added later was off in older models
             found.append(f"{key} is {there!r} there and {here!r} here")
     return "; ".join(found)
 

@@ -43,7 +43,6 @@ YARN_KEYS = {
     "factor": "factor",
     "beta_slow": "beta_slow",
     "beta_fast": "beta_fast",
-    "truncate": "truncate",
     "attention_factor": "attention_factor",
     "original_seq_len": "original_max_position_embeddings",
 }
@@ -322,6 +321,7 @@ def _read_scaling(hf: Mapping[str, Any], rope: Mapping[str, Any], full_layers_on
     original = hf.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", longest))
     rope = {**rope, "original_max_position_embeddings": original}
     if kind == "llama3":
+        kind = ""
         fields = {name: rope[key] for name, key in LLAMA3_KEYS.items()}
     elif kind == "linear":
         fields = {"factor": rope["factor"]}
@@ -331,6 +331,7 @@ def _read_scaling(hf: Mapping[str, Any], rope: Mapping[str, Any], full_layers_on
         factor = rope.get("factor") or longest / original
         rope |= {"factor": factor, "attention_factor": _yarn_attention_factor(rope, factor)}
         fields = {name: rope[key] for name, key in YARN_KEYS.items() if rope.get(key) is not None}
+        fields["exact_bounds"] = rope.get("truncate") is False
     else:
         raise ValueError(f"rope_type = {kind!r}: must be default, llama3, linear, dynamic or yarn")
     return RopeScaling(kind=kind, full_layers_only=full_layers_only, **fields)
@@ -397,11 +398,13 @@ def _write_config(config: LlamaConfig, name: str, max_positions: int, dtype: str
 def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    keys = {"llama3": LLAMA3_KEYS, "yarn": YARN_KEYS}.get(scaling.kind, {"factor": "factor"})
+    keys = {"": LLAMA3_KEYS, "yarn": YARN_KEYS}.get(scaling.kind, {"factor": "factor"})
     written = {key: getattr(scaling, name) for name, key in keys.items()}
-    if not written.get("attention_factor", True):
-        del written["attention_factor"]
-    return {"rope_type": scaling.kind, **written}
+    if scaling.kind == "yarn":
+        written = {key: value for key, value in written.items() if value}  # 0: transformers' default
+    if scaling.exact_bounds:
+        written["truncate"] = False
+    return {"rope_type": scaling.kind or "llama3", **written}
 
 
 def _some(names: Collection[str]) -> str:

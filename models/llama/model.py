@@ -37,14 +37,16 @@ class RopeScaling:
     2023). dynamic raises theta, the more the further the longest position is beyond the original context.
     """
 
-    kind: str = "llama3"  # or yarn, linear, dynamic
+    kind: str = ""  # llama3; or yarn, linear, dynamic
     factor: float = 8.0
     original_seq_len: int = 8192
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    beta_slow: float = 1.0  # yarn: turns within the original context at and below which a frequency is slowed fully,
-    beta_fast: float = 32.0  # and at and above which not at all
-    truncate: bool = True  # yarn: these bounds are moved to whole pairs
+    # yarn: turns within the original context at and below which a frequency is slowed fully, and at and above which not
+    # at all; 0: 1 and 32. The pairs at these bounds are rounded outwards, unless they are exact.
+    beta_slow: float = 0.0
+    beta_fast: float = 0.0
+    exact_bounds: bool = False
     attention_factor: float = 0.0  # yarn; 0: 0.1 ln(factor) + 1
     full_layers_only: bool = False  # layers with a window keep their angles
 
@@ -166,9 +168,9 @@ def _yarn_keep(theta: float, scaling: RopeScaling, head_dim: int, device: torch.
         wavelengths = scaling.original_seq_len / (turns * 2 * math.pi)
         return head_dim * math.log(wavelengths) / (2 * math.log(theta))
 
-    first = pair_of(scaling.beta_fast)
-    last = pair_of(scaling.beta_slow)
-    if scaling.truncate:
+    first = pair_of(scaling.beta_fast or 32.0)
+    last = pair_of(scaling.beta_slow or 1.0)
+    if not scaling.exact_bounds:
         first = math.floor(first)
         last = math.ceil(last)
     first = max(first, 0)

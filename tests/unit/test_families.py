@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from checkpoint.loading import model_differences
 from config import ConfigError, Float8
 from data.tokenizer import train_tokenizer
 from float8.convert import convert_to_float8
 from generate import Request, generate
-from models.llama import FLAVORS
+from models.llama import FLAVORS, recorded_flavor
 from models.llama.hf import from_hf_config, hf_names, to_hf_config
 from models.llama.model import KVCache, Llama, LlamaConfig
 from models.trained import load_trained
@@ -236,3 +237,21 @@ def test_import_and_export_keep_every_weight_and_the_family(name: str, tmp_path:
     trained = load_trained(str(tmp_path / "ours"), device=torch.device("cpu"), dtype=torch.float32)
     rows = generate(trained.model, prompt.tolist(), torch.device("cpu"), Request(max_tokens=20, temperature=0.0))
     assert [row[0] for row in rows] == made[0, 30:].tolist()
+
+
+def test_a_run_from_before_the_options_is_of_the_same_model() -> None:
+    """Its record has no such fields; a record of today's has lists in place of tuples."""
+    today = dataclasses.asdict(FLAVORS["8B_3.1"])
+    before = json.loads(json.dumps(today))
+    new = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "norm_after", "windows", "rope_thetas", "embedding_multiplier",
+           "attention_multiplier", "residual_multiplier", "logits_divisor")  # fmt: skip
+    for key in new:
+        del before[key]
+    old = ("factor", "low_freq_factor", "high_freq_factor", "original_seq_len")
+    before["rope_scaling"] = {key: today["rope_scaling"][key] for key in old}
+    assert recorded_flavor(before) == FLAVORS["8B_3.1"]
+    assert not model_differences(before, today)
+    smollm3 = dataclasses.asdict(FLAVORS["smollm3_3B"])
+    assert not model_differences(json.loads(json.dumps(smollm3)), smollm3)
+    before["rope_scaling"]["factor"] = 4.0
+    assert model_differences(before, today) == "rope_scaling: factor is 4.0 there and 8.0 here"
