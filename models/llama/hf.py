@@ -185,7 +185,8 @@ def check_hf_names(found: Collection[str], config: LlamaConfig) -> None:
 
 def check_frequencies(found: Tensor, config: LlamaConfig) -> None:
     """Raises ValueError if a file's FREQUENCIES, maybe rounded to bfloat16 or float16, are not those of `config`."""
-    expected = rope_frequencies(Rope(config.rope_theta, config.rope_scaling), config.head_dim, found.device)
+    rope = Rope(config.rope_theta, config.head_dim, config.rope_scaling)
+    expected = rope_frequencies(rope, found.device)
     if found.shape != expected.shape or not torch.allclose(found.float(), expected, rtol=1e-2, atol=1e-7):
         raise ValueError(f"rope_theta = {config.rope_theta:g}, but the weights hold the {FREQUENCIES} of another one")
 

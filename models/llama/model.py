@@ -55,6 +55,7 @@ class Rope(NamedTuple):
     """Rotary embedding of a layer. `theta` 0: none."""
 
     theta: float
+    head_dim: int
     scaling: RopeScaling | None = None
 
 
@@ -109,7 +110,7 @@ class LlamaConfig:
         scaling = self.rope_scaling
         if not theta or (scaling and scaling.full_layers_only and self.window(layer)):
             scaling = None
-        return Rope(theta, scaling)
+        return Rope(theta, self.head_dim, scaling)
 
 
 class KVCache:
@@ -134,14 +135,13 @@ class KVCache:
         return stored[:, :, :length].chunk(2, dim=1)
 
 
-def rope_frequencies(rope: Rope, head_dim: int, device: torch.device, length: int = 0) -> Tensor:
+def rope_frequencies(rope: Rope, device: torch.device, length: int = 0) -> Tensor:
     """Angle per position by which each pair of a head is rotated, [H / 2], float32 (Su et al. 2021).
 
     `length` is the longest position + 1, for dynamic scaling.
     """
+    theta, head_dim, scaling = rope
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    theta = rope.theta
-    scaling = rope.scaling
     if not theta:
         return torch.zeros_like(exponents)
     if scaling is not None and scaling.kind == "dynamic" and length > scaling.original_seq_len:
@@ -153,7 +153,7 @@ def rope_frequencies(rope: Rope, head_dim: int, device: torch.device, length: in
     if scaling.kind == "linear":
         return frequencies / scaling.factor
     if scaling.kind == "yarn":
-        keep = _yarn_keep(theta, scaling, head_dim, device)
+        keep = _yarn_keep(rope, scaling, device)
     else:
         turns = scaling.original_seq_len * frequencies / (2 * math.pi)  # full turns within the original context
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
@@ -161,12 +161,12 @@ def rope_frequencies(rope: Rope, head_dim: int, device: torch.device, length: in
     return frequencies * keep + frequencies / scaling.factor * (1 - keep)
 
 
-def _yarn_keep(theta: float, scaling: RopeScaling, head_dim: int, device: torch.device) -> Tensor:
+def _yarn_keep(rope: Rope, scaling: RopeScaling, device: torch.device) -> Tensor:
     """How much of its frequency each pair keeps, [H / 2]: a ramp over the pairs, between two numbers of turns."""
 
     def pair_of(turns: float) -> float:
         wavelengths = scaling.original_seq_len / (turns * 2 * math.pi)
-        return head_dim * math.log(wavelengths) / (2 * math.log(theta))
+        return rope.head_dim * math.log(wavelengths) / (2 * math.log(rope.theta))
 
     first = pair_of(scaling.beta_fast or 32.0)
     last = pair_of(scaling.beta_slow or 1.0)
@@ -174,16 +174,16 @@ def _yarn_keep(theta: float, scaling: RopeScaling, head_dim: int, device: torch.
         first = math.floor(first)
         last = math.ceil(last)
     first = max(first, 0)
-    last = min(last, head_dim - 1)
+    last = min(last, rope.head_dim - 1)
     if first == last:
         last += 0.001  # as the reference does
-    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
+    pairs = torch.arange(rope.head_dim // 2, dtype=torch.float32, device=device)
     return 1 - ((pairs - first) / (last - first)).clamp(0, 1)
 
 
-def rope_cos_sin(rope: Rope, head_dim: int, positions: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
+def rope_cos_sin(rope: Rope, positions: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles at every position, each [B or 1, S, 1, H], float32."""
-    angles = positions[..., None].float() * rope_frequencies(rope, head_dim, positions.device, length)
+    angles = positions[..., None].float() * rope_frequencies(rope, positions.device, length)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(-2)
     if rope.scaling is None or rope.scaling.kind != "yarn":
         return angles.cos(), angles.sin()
@@ -443,7 +443,7 @@ class Llama(nn.Module):
             length = 0
             if rope.scaling is not None and rope.scaling.kind == "dynamic":
                 length = int(positions.max()) + 1
-            angles[rope] = rope_cos_sin(rope, self.config.head_dim, positions[:, own], length)
+            angles[rope] = rope_cos_sin(rope, positions[:, own], length)
 
         h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         h = h.to(self.compute_dtype or h.dtype)

@@ -63,7 +63,7 @@ def kept_bytes(float8: Float8, checkpointing: ActivationCheckpoint, S: int) -> f
     apply_activation_checkpoint(block, checkpointing)
     # Partitions as inductor does, builds no kernels.
     block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
-    cos, sin = rope_cos_sin(model.config.rope(0), model.config.head_dim, torch.arange(S)[None])
+    cos, sin = rope_cos_sin(model.config.rope(0), torch.arange(S)[None])
     x = torch.randn(B, S, D, dtype=torch.bfloat16, requires_grad=True)
     weights = {tuple(p.shape) for p in block.parameters() if p.ndim == 2}
     kept: dict[int, int] = {}

@@ -104,8 +104,8 @@ def test_in_bfloat16_norms_and_rotations_are_rounded_once() -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 600, 8, 64, generator=generator).bfloat16()
     positions = torch.arange(600)[None]
-    rotated = apply_rope(x, *rope_cos_sin(FLAVORS["1B"], positions))
-    frequencies = rope_frequencies(FLAVORS["1B"], x.device).double()
+    rotated = apply_rope(x, *rope_cos_sin(FLAVORS["1B"].rope(0), positions))
+    frequencies = rope_frequencies(FLAVORS["1B"].rope(0), x.device).double()
     turns = torch.polar(torch.ones(600, 32).double(), positions.T * frequencies)[:, None]
     exact = torch.view_as_real(torch.complex(*x.double().chunk(2, -1)) * turns).transpose(-1, -2).flatten(-2)
     assert in_roundings(rotated, exact) < 1.01

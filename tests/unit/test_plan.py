@@ -155,7 +155,7 @@ def test_a_process_that_compiled_other_sizes_counts_the_same() -> None:
     for dim in (64, 128):
         config = LlamaConfig(dim=dim, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=dim, vocab_size=16)
         block = torch.compile(convert_to_float8_training(Block(config)), backend="eager")
-        block(torch.zeros(2, 16, dim), *rope_cos_sin(config, torch.arange(16)[None]))
+        block(torch.zeros(2, 16, dim), *rope_cos_sin(config.rope(0), torch.arange(16)[None]))
     assert count([case(4, f"{LAYERS}=2", *FLOAT8, COMPILED)])
 
 
@@ -194,7 +194,7 @@ def track_a_block() -> tuple[int, int]:
     """The peak of a small block's forward and backward, by torch's own tracker and by ours. Bytes."""
     shape = LlamaConfig(dim=256, n_layers=1, n_heads=8, n_kv_heads=2, hidden_dim=896, vocab_size=64)
     block, x = Block(shape), torch.randn(2, 128, 256, requires_grad=True)
-    cos, sin = rope_cos_sin(shape, torch.arange(128)[None])
+    cos, sin = rope_cos_sin(shape.rope(0), torch.arange(128)[None])
     tracker, tally = MemTracker(), Tally()
     tracker.track_external(block, x, cos, sin)
     for counter in (tracker, tally.counting()):
