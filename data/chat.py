@@ -136,6 +136,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         tools: Any = None,
+        *,
         train_eos: bool = False,
         counts: Counter[str] | None = None,
     ) -> list[Example]:

@@ -106,7 +106,7 @@ def write_companions(
     tokens = json_object(given.get(CONFIG, b"{}"), CONFIG)
     # A bos for a tokenizer that declares none: what it puts before a text, or its eos, as in GPT-2, since ctranslate2
     # takes no null. Not if the chat template mentions a bos, which it would then print.
-    first = "" if "bos_token" in tokenizer.chat_template else tokenizer.eos_token
+    first = None if "bos_token" in tokenizer.chat_template else tokenizer.eos_token
     if tokenizer.prefix:
         first = tokenizer.raw.id_to_token(tokenizer.prefix[0])
     if not declared:
@@ -124,8 +124,8 @@ def write_companions(
     ends = [*(ends if isinstance(ends, list) else [ends]), *sorted({tokenizer.eos_id, *_answer_ends(tokenizer)})]
     ends = list(dict.fromkeys(end for end in ends if end is not None))
     ids: dict[str, Any] = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
-    for key, default in {"bos_token": first, "pad_token": ""}.items():
-        found = [tokenizer.raw.token_to_id(text) for text in (content_of(tokens.get(key)) or "", default)]
+    for key, default in {"bos_token": first, "pad_token": None}.items():
+        found = [tokenizer.raw.token_to_id(text) for text in (content_of(tokens.get(key)), default) if text]
         found = [id for id in (known.get(f"{key}_id"), *found) if id is not None]
         ids[f"{key}_id"] = found[0] if found else None  # null if there is none: transformers takes 1 as bos
     files["config.json"] = _json_bytes(config | ids)
