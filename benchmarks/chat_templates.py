@@ -16,19 +16,18 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
-from itertools import groupby
-from operator import itemgetter
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RawTokenizer
 
 from benchmarks.report import build_parser, finish, print_row
 from config import TitaniteError
-from data.chat import ChatTemplate, Example, load_transformers
+from data.chat import ChatTemplate, load_transformers
 from data.packing import HIDDEN, START, TOKEN_BITS
 from data.prepare import main as prepare
 from data.shards import open_dataset
@@ -89,16 +88,18 @@ def tokenizer_of(template: str) -> Tokenizer:
     return Tokenizer(raw, "</s>", "", chat_template=template, bos_token="<s>", pad_token="<s>", unk_token="<s>")
 
 
-def rendered(theirs: Any, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Iterator[Any]:
-    """Yield what transformers makes of a conversation, with contents as text and in parts, and no tools as []."""
+def rendered(
+    theirs: Any, messages: list[dict[str, Any]], *tools: list[Any] | None, **options: Any
+) -> Iterator[tuple[Any, Any]]:
+    """Yield (messages, what transformers makes of them), with contents as text and in parts, with each of `tools`."""
     in_parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-    for form, given in ((messages, tools), (in_parts, tools), (messages, tools or []), (in_parts, tools or [])):
+    for form, given in product((messages, in_parts), tools):
         with suppress(Exception):  # a template is a program
-            yield theirs.apply_chat_template(form, given, return_dict=True, **options)
+            yield form, theirs.apply_chat_template(form, given, return_dict=True, **options)
 
 
-def fault(template: str, messages: list[dict[str, Any]], tools: Any) -> str:
-    """Why a conversation cannot be trained with a template, or "".
+def verdict(template: str, messages: list[dict[str, Any]], tools: Any) -> str:
+    """Why a conversation cannot be trained with a template, or "yes".
 
     "not rendered" if transformers fails or drops some of it.
     """
@@ -106,11 +107,10 @@ def fault(template: str, messages: list[dict[str, Any]], tools: Any) -> str:
     theirs = load_transformers(tokenizer)
     marked = MARKS.search(template) is not None
     said = json.dumps([messages, tools])
-    words = [word for word in WORDS if word in said]
     wholes = []
-    for made in rendered(theirs, messages, tools, return_assistant_tokens_mask=marked):
+    for _, made in rendered(theirs, messages, tools, tools or [], return_assistant_tokens_mask=marked):
         text = theirs.decode(made["input_ids"])
-        if all(word in text for word in words):
+        if all(word in text for word in WORDS if word in said):
             wholes.append(made)
     if not wholes:
         return "not rendered"
@@ -118,39 +118,25 @@ def fault(template: str, messages: list[dict[str, Any]], tools: Any) -> str:
         examples = ChatTemplate(template, tokenizer).examples(messages, tools)
     except TitaniteError as error:
         return str(error)[:150]
-    same = [made for made in wholes if made["input_ids"] == examples[-1].ids]
+    last = examples[-1]
+    same = [made for made in wholes if made["input_ids"] == last.ids]
     if not same:
         return "other ids than transformers'"
     if marked:
-        masks = [[bool(own) for own in made["assistant_masks"]] for made in same]
-        return "" if examples[-1].trained in masks else "another mask than transformers'"
-    return fault_of_mask(theirs, examples, messages, tools)
-
-
-def fault_of_mask(theirs: Any, examples: list[Example], messages: list[dict[str, Any]], tools: Any) -> str:
-    """What is wrong with the trained tokens of a template without marks."""
-    trained = "".join(text for example in examples for text, own in texts_of(theirs, example) if own)
+        equal = last.trained in [made["assistant_masks"] for made in same]
+        return "yes" if equal else "another mask than transformers'"
+    pairs = [pair for example in examples for pair in zip(*example, strict=True)]
+    trained = theirs.decode([token for token, own in pairs if own])
     for message in messages:
         words = message["content"].rpartition("</think>")[2].strip()
         if words and trained.count(words) != (message["role"] == "assistant"):
             return f"{words!r} is trained {trained.count(words)} times"
-    ids = examples[-1].ids
-    starts = []
-    for made in rendered(theirs, messages[:-1], tools, add_generation_prompt=True):
+    start = len(last.ids) - last.trained[::-1].index(False)
+    for _, made in rendered(theirs, messages[:-1], tools, tools or [], add_generation_prompt=True):
         asked = made["input_ids"]
-        start = 0
-        while start < min(len(asked), len(ids)) and asked[start] == ids[start]:
-            start += 1
-        starts.append(start)
-    last = texts_of(theirs, examples[-1])[-1][0]
-    found = [start for start in starts if theirs.decode(ids[start:]) == last]
-    return "" if found else f"the last answer is trained from elsewhere: {last[:40]!r}"
-
-
-def texts_of(theirs: Any, example: Example) -> list[tuple[str, bool]]:
-    """(text, whether it is trained) of each part of an example."""
-    runs = groupby(zip(*example, strict=True), key=itemgetter(1))
-    return [(theirs.decode([token for token, _ in run]), own) for own, run in runs]
+        if asked[:start] == last.ids[:start] and asked[start : start + 1] != last.ids[start : start + 1]:
+            return "yes"
+    return f"the last answer is trained from elsewhere: {theirs.decode(last.ids[start:])!r}"
 
 
 # ---------------------------------------------------------------- against TRL
@@ -173,7 +159,8 @@ def pairs(eos_token: str) -> Iterator[dict[str, str]]:
     for n in range(COUNT):
         prompt = f"{n}: {TEXTS[n % 7]}{SEAMS[n % 5]}"
         end = eos_token if n % 10 == 9 else ""
-        yield {"prompt": prompt, "response": f"{SEAMS[n % 3]}{TEXTS[n // 7 % 7]}{end}"}
+        response = f"{SEAMS[n % 3]}{TEXTS[n // 7 % 7]}{end}"
+        yield {"prompt": prompt, "response": response, "completion": response}  # here, and in TRL
 
 
 def tokenizers_of_pairs() -> Iterator[tuple[str, Tokenizer]]:
@@ -181,28 +168,24 @@ def tokenizers_of_pairs() -> Iterator[tuple[str, Tokenizer]]:
     texts = [*TEXTS, str(CASES)] * 3
     yield "byte-level BPE", train_tokenizer(texts, 400)
     begun = train_tokenizer(texts, 400).raw
-    begun.add_special_tokens([AddedToken("<s>", special=True)])
-    begun.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", begun.token_to_id("<s>"))])
-    yield "byte-level BPE with a bos", Tokenizer(begun, "<|endoftext|>", bos_token="<s>")
-    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    begun.add_special_tokens(["<s>"])
+    yield "byte-level BPE with a bos", Tokenizer(with_bos(begun), "<|endoftext|>", bos_token="<s>")
     pieces = RawTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    pieces.normalizer = normalizers.Sequence(spaces)
-    pieces.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    special = ["<unk>", "<s>", "</s>"]
-    all_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
-    pieces.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=500, special_tokens=special + all_bytes, show_progress=False)
-    )
-    pieces.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
-    yield "SentencePiece's BPE", Tokenizer(pieces, "</s>", bos_token="<s>", unk_token="<unk>")
+    pieces.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    train: dict[str, Any] = {"special_tokens": special, "show_progress": False}
+    pieces.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=500, **train))
+    yield "SentencePiece's BPE", Tokenizer(with_bos(pieces), "</s>", bos_token="<s>", unk_token="<unk>")
     unigram = RawTokenizer(models.Unigram())
     unigram.pre_tokenizer = pre_tokenizers.Metaspace()
-    unigram.decoder = decoders.Metaspace()
-    unk = "<unk>"
-    trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=[unk], unk_token=unk, show_progress=False)
-    unigram.train_from_iterator(texts, trainer)
-    unigram.add_special_tokens([AddedToken("</s>", special=True)])
+    train["special_tokens"] = ["<unk>", "</s>"]
+    unigram.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=150, unk_token="<unk>", **train))
     yield "Unigram", Tokenizer(unigram, "</s>", unk_token="<unk>")
+
+
+def with_bos(raw: RawTokenizer) -> RawTokenizer:
+    raw.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", raw.token_to_id("<s>"))])
+    return raw
 
 
 def prepared(folder: Path, rows: list[dict[str, Any]], format: str, tokenizer: Tokenizer) -> Examples:
@@ -249,60 +232,38 @@ def collated(folder: Path, rows: list[dict[str, Any]], tokenizer: Tokenizer, **o
     return examples
 
 
-def row_of(name: str, given: int, ours: Examples, theirs: Examples) -> dict[str, Any]:
-    equal = (ours & theirs).total()
-    return {
-        "of TRL": name,
-        "given": given,
-        "equal": equal,
-        "refused": given - ours.total(),
-        "unequal": (ours - theirs).total(),
-    }
-
-
-def taken(theirs: Any, row: dict[str, Any]) -> dict[str, Any] | None:
-    """The conversation in the form that the template renders with its last answer: contents as text, or in parts."""
-    in_parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in row["messages"]]
-    answer = row["messages"][-1]["content"].strip()
-    options = {"return_dict": True, "return_assistant_tokens_mask": True}
-    for messages in (row["messages"], in_parts):
-        with suppress(Exception):  # a template is a program
-            made = theirs.apply_chat_template(messages, row["tools"], **options)
-            if any(made["assistant_masks"]) and answer in theirs.decode(made["input_ids"]):
-                return {**row, "messages": messages}
-    return None
-
-
-def compare_conversations(template: str, name: str) -> dict[str, Any]:
-    """How many of the conversations that TRL takes are equal with a template that has marks."""
-    tokenizer = tokenizer_of(template)
-    theirs = load_transformers(tokenizer)
-    forms = [(row, taken(theirs, row)) for row in conversations()]
-    rows = [row for row, form in forms if form]
-    given = [form for _, form in forms if form]
+def compare(
+    name: str, tokenizer: Tokenizer, format: str, rows: list[Any], given: list[Any], **options: bool
+) -> dict[str, Any]:
+    """How many examples that data.prepare makes of `rows` are equal to those that TRL makes of `given`."""
     with TemporaryDirectory() as folder:
-        ours = prepared(Path(folder), rows, "chat", tokenizer)
-        return row_of(name, len(rows), ours, collated(Path(folder), given, tokenizer, assistant_only_loss=True))
+        ours = prepared(Path(folder), rows, format, tokenizer)
+        theirs = collated(Path(folder), given, tokenizer, **options)
+    counts = {"equal": (ours & theirs).total(), "refused": len(rows) - ours.total()}
+    row = {"of TRL": name, "given": len(rows), **counts, "unequal": (ours - theirs).total()}
+    print_row(row)
+    return row
 
 
 def compare_pairs(name: str, tokenizer: Tokenizer) -> dict[str, Any]:
     rows = list(pairs(tokenizer.eos_token))
-    theirs = [{"prompt": row["prompt"], "completion": row["response"]} for row in rows]
-    with TemporaryDirectory() as folder:
-        ours = prepared(Path(folder), rows, "sft", tokenizer)
-        return row_of(name, COUNT, ours, collated(Path(folder), theirs, tokenizer, completion_only_loss=True))
+    return compare(name, tokenizer, "sft", rows, rows, completion_only_loss=True)
 
 
-def compare_with_trl(templates: dict[str, str]) -> list[dict[str, Any]]:
+def compare_conversations(name: str, template: str) -> dict[str, Any]:
+    """Of a template that has marks, the conversations whose last answer it renders for TRL, as text or in parts."""
+    tokenizer = tokenizer_of(template)
+    theirs = load_transformers(tokenizer)
     rows = []
-    for name, tokenizer in tokenizers_of_pairs():
-        rows.append(compare_pairs(name, tokenizer))
-        print_row(rows[-1])
-    for name, template in templates.items():
-        if MARKS.search(template):
-            rows.append(compare_conversations(template, name))
-            print_row(rows[-1])
-    return rows
+    given = []
+    for row in conversations():
+        answer = row["messages"][-1]["content"].strip()
+        for form, made in rendered(theirs, row["messages"], row["tools"], return_assistant_tokens_mask=True):
+            if any(made["assistant_masks"]) and answer in theirs.decode(made["input_ids"]):
+                rows.append(row)
+                given.append({**row, "messages": form})
+                break
+    return compare(name, tokenizer, "chat", rows, given, assistant_only_loss=True)
 
 
 def main() -> int:
@@ -312,21 +273,21 @@ def main() -> int:
     arguments = parser.parse_args()
     paths = sorted({path for folder in arguments.folder for path in folder.rglob("*.jinja")})
     templates = {path.name: path.read_text(encoding="utf-8") for path in paths}
-    if arguments.trl:
-        compared = compare_with_trl(templates)
-        text = "each is equal that is not refused"
-        return finish(arguments, compared, [(text, not any(row["unequal"] for row in compared))])
     rows: list[dict[str, Any]] = []
+    if arguments.trl:
+        rows = [compare_pairs(*kind) for kind in tokenizers_of_pairs()]
+        rows += [compare_conversations(*item) for item in templates.items() if MARKS.search(item[1])]
+        return finish(arguments, rows, [("each is equal that is not refused", not any(row["unequal"] for row in rows))])
     for name, template in templates.items():
-        faults = {case: fault(template, *given) or "yes" for case, given in CASES.items()}
-        rows.append({"template": name, **faults})
+        rows.append({"template": name} | {case: verdict(template, *given) for case, given in CASES.items()})
         print_row(rows[-1])
     bars = []
     for case in CASES:
-        found = [row[case] for row in rows if row[case] != "not rendered"]
-        text = f"{case}: {found.count('yes')} trained of {len(found)} that transformers renders whole, of {len(rows)}"
+        found = Counter(row[case] for row in rows)
+        whole = len(rows) - found["not rendered"]
+        text = f"{case}: {found['yes']} trained of {whole} that transformers renders whole, of {len(rows)}"
         print(text)
-        bars.append((text, found.count("yes") == len(found)))
+        bars.append((text, found["yes"] == whole))
     return finish(arguments, rows, bars)
 
 

@@ -1,4 +1,4 @@
-"""Imported models are tuned by train.py itself: one is cut, resumed, proven, and does its task, one is exported."""
+"""An imported model is tuned by train.py itself: cut, resumed, proven, exported; and it does its task."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from config import load_config
 from data.prepare import main as prepare
-from data.tokenizer import Tokenizer, train_tokenizer
-from generate import Request, generate
+from data.tokenizer import Tokenizer
 from generate import main as generate_text
 from models.llama import FLAVORS
-from models.trained import load_trained
-from tests.corpus import write_dataset
 from tests.harness import run_ranks
 from tools.audit import prove
 from tools.hf import main as checkpoint_hf
@@ -26,8 +23,9 @@ from train import train
 NUMBERS = 20
 VOCAB = 64
 SETTINGS = (
-    "--training.seq_len=32",
+    "--training.seq_len=64",
     "--training.local_batch_size=4",
+    "--training.global_batch_size=8",
     "--training.param_dtype=float32",
     "--lr_scheduler.warmup_steps=2",
     "--lr_scheduler.decay_fraction=0",
@@ -35,10 +33,12 @@ SETTINGS = (
     "--validation.enable=false",
     "--metrics.tensorboard=false",
     "--metrics.log_interval=1",
+    "--data.mask_documents",
+    f"--model.vocab_size={VOCAB}",
 )
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
 
 
@@ -46,12 +46,12 @@ def train_as(words: list[str]) -> None:
     train(load_config(words))
 
 
-def save_model(folder: Path, vocab_size: int) -> None:
+def save_model(folder: Path) -> None:
     """A random Llama of transformers', of the shape of "debug"."""
     shape = FLAVORS["debug"]
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=vocab_size,
+        vocab_size=VOCAB,
         hidden_size=shape.dim,
         intermediate_size=shape.hidden_dim,
         num_hidden_layers=shape.n_layers,
@@ -62,75 +62,62 @@ def save_model(folder: Path, vocab_size: int) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def test_an_imported_model_learns_to_answer(tmp_path: Path) -> None:
-    words = {"<eos>": 0, "after": 1, "?": 2} | {f"n{i}": 3 + i for i in range(NUMBERS)}
-    raw = RawTokenizer(models.WordLevel(words, unk_token="?"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    raw.add_special_tokens([AddedToken("<eos>", special=True)])
-    (tmp_path / "hf").mkdir()
-    Tokenizer(raw, "<eos>").save(tmp_path / "hf")
-    save_model(tmp_path / "hf", VOCAB)
-    checkpoint_hf(["import", str(tmp_path / "hf"), str(tmp_path / "imported")])
-
-    lines = [{"prompt": f"after n{i} ?", "response": f"n{(i + 1) % NUMBERS}"} for i in range(NUMBERS)] * 30
-    (tmp_path / "task.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    command = ["--source", str(tmp_path / "task.jsonl"), "--tokenizer", str(tmp_path / "hf"), "--format=sft"]
-    prepare([*command, "--seq-len=32", "--validation-fraction=0", "--output", str(tmp_path / "set")])
-
-    run = tmp_path / "run"
-    arguments = [f"--data.datasets={tmp_path / 'set'}", "--data.mask_documents", f"--run.folder={run}"]
-    arguments += [f"--checkpoint.initial_load={tmp_path / 'imported'}", f"--model.vocab_size={VOCAB}"]
-    arguments += [*SETTINGS, "--training.global_batch_size=8"]
-    other = f"--data.datasets={write_dataset(tmp_path / 'other', [[[1] * 40 + [0]] * 40], vocab_size=VOCAB)}"
-    with pytest.raises(AssertionError, match=r"imported: \d+ of the 64 token ids in the data are other tokens"):
-        run_ranks(1, train_as, [*arguments[2:], other, "--training.steps=15"], start_group=False)
-    run_ranks(2, train_as, [*arguments, "--training.steps=15"], start_group=False)
-    run_ranks(1, train_as, [*arguments, "--training.steps=30"], start_group=False)  # goes on at another world size
-
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["step"] == 30
-    # The answer to each question can be known, and so can the eos after it; nothing else is trained.
-    assert rows[-1]["loss"] < 0.1 < 3 < rows[0]["loss"]
-    assert "without gap or overlap" in prove(run)[0]
-    trained = load_trained(str(run), device=torch.device("cpu"), dtype=torch.float32)
-    prompts = [trained.tokenizer.encode(f"after n{i} ?") for i in range(NUMBERS)]
-    answers = generate(trained.model, prompts, torch.device("cpu"), Request(temperature=0, max_tokens=2))
-    assert list(zip(*answers, strict=True)) == [(words[f"n{(i + 1) % NUMBERS}"], 0) for i in range(NUMBERS)]
+def turns(number: int) -> list[dict[str, str]]:
+    """A question of which nothing can be known, and its answer, which can."""
+    answer = f"n{(number + 1) % NUMBERS}"
+    return [{"role": "user", "content": f"after n{number} ?"}, {"role": "assistant", "content": answer}]
 
 
 def test_a_tuned_import_answers_in_transformers_as_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = {"Hi": "Yes.", "Who?": "It is me."}
-    turns = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answers.items()]
-    raw = train_tokenizer([str(turns), "user assistant"] * 9, 290).raw
-    raw.add_special_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    special = ["<eos>", "<|im_start|>", "<|im_end|>"]
+    numbers = [f"n{i}" for i in range(NUMBERS)]
+    words = ["<eos>", "<|im_start|>", "?", "user", "assistant", "after", "<|im_end|>", *numbers]
+    raw = RawTokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.add_special_tokens([AddedToken(token, special=True) for token in special])
     theirs, imported, run, exported = (tmp_path / name for name in ("hf", "imported", "run", "exported"))
-    save_model(theirs, 320)
-    Tokenizer(raw, "<|endoftext|>", chat_template=CHATML).save(theirs)
+    save_model(theirs)
+    Tokenizer(raw, "<eos>", chat_template=TEMPLATE).save(theirs)
+    said = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "bos_token_id": 3, "eos_token_id": [41, 40]}
+    (theirs / "generation_config.json").write_text(json.dumps(said))
     checkpoint_hf(["import", str(theirs), str(imported)])
-
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": turn}) + "\n" for turn in turns) * 20)
+    lines = [json.dumps({"messages": turns(i)}) + "\n" for i in range(NUMBERS)] * 30
+    (tmp_path / "chats.jsonl").write_text("".join(lines))
     command = ["--source", str(tmp_path / "chats.jsonl"), "--tokenizer", str(theirs), "--format=chat"]
-    prepare([*command, "--seq-len=32", "--validation-fraction=0", "--output", str(tmp_path / "set")])
-    arguments = [*SETTINGS, f"--data.datasets={tmp_path / 'set'}", "--data.mask_documents", f"--run.folder={run}"]
-    arguments += [f"--checkpoint.initial_load={imported}", "--model.vocab_size=320", "--training.steps=12"]
-    run_ranks(1, train_as, arguments, start_group=False)
-    checkpoint_hf(["export", str(run), str(exported), "--dtype=float32"])
+    prepare([*command, "--seq-len=64", "--validation-fraction=0", "--output", str(tmp_path / "set")])
 
+    arguments = [*SETTINGS, f"--data.datasets={tmp_path / 'set'}", f"--run.folder={run}"]
+    arguments.append(f"--checkpoint.initial_load={imported}")
+    run_ranks(2, train_as, [*arguments, "--training.steps=15"], start_group=False)
+    run_ranks(1, train_as, [*arguments, "--training.steps=30"], start_group=False)  # goes on at another world size
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 30
+    # Only the answer and the end of its turn are trained.
+    assert rows[-1]["loss"] < 0.1 < 3 < rows[0]["loss"]
+    assert "without gap or overlap" in prove(run)[0]
+
+    checkpoint_hf(["export", str(run), str(exported), "--dtype=float32"])
+    generation = json.loads((exported / "generation_config.json").read_text())
+    config = json.loads((exported / "config.json").read_text())
+    assert config["max_position_embeddings"] == 2048, "the import's, not the run's 64"
+    # With those of the tokenizer and the template.
+    ids = {"bos_token_id": 3, "eos_token_id": [41, 40, 0, 6], "pad_token_id": None}
+    assert generation == said | ids
+    assert config | ids == config
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        assert (exported / file).read_bytes() == (theirs / file).read_bytes()
     model = AutoModelForCausalLM.from_pretrained(exported)
-    assert model.config.max_position_embeddings == 2048, "the import's, not the run's 32"
     tokenizer = AutoTokenizer.from_pretrained(exported)
-    ends = [2, *tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])]
-    assert model.generation_config.eos_token_id == ends, (
-        "that of transformers' LlamaConfig, the tokenizer's, the template's"
-    )
-    for question, *_ in turns:
+    for number in range(NUMBERS):
+        question, answer = turns(number)
+        asked = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        made = model.generate(asked, max_new_tokens=9, do_sample=False)[0, asked.shape[1] :]
+        assert tokenizer.decode(made) == f"{answer['content']} <|im_end|>"
+    for number in (3, 7):
+        question, answer = turns(number)
         monkeypatch.setattr("builtins.input", mock.Mock(side_effect=[question["content"], EOFError]))
         capsys.readouterr()
-        generate_text([str(run), "--chat", "--temperature=0", "--max-tokens=30"])
-        here = capsys.readouterr().out
-        asked = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_tensors="pt")["input_ids"]
-        made = model.generate(asked, max_new_tokens=30, do_sample=False)[0, asked.shape[1] :]
-        assert tokenizer.decode(made) == f"{answers[question['content']]}<|im_end|>"
-        assert here == f"{answers[question['content']]}\n"
+        generate_text([str(run), "--chat", "--temperature=0", "--max-tokens=9"])
+        assert capsys.readouterr().out.strip() == answer["content"]

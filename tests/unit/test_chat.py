@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import pyarrow as pa
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from config import TitaniteError
@@ -19,6 +19,7 @@ from data.conversations import read_conversation
 from data.packing import HIDDEN, TOKEN_BITS
 from data.prepare import main as prepare
 from data.tokenizer import Tokenizer, load_tokenizer
+from tests.corpus import stored_blocks
 from tests.unit.test_generate import SPECIAL, byte_tokenizer
 
 END = "<|im_end|>"
@@ -30,77 +31,101 @@ PLAIN = ROLE + "{{ m.content }}<|im_end|>" + ASK + "{% endif %}"
 
 
 def tokenizer() -> Tokenizer:
-    return Tokenizer(byte_tokenizer(*SPECIAL, "<s>").raw, "<|endoftext|>", bos_token="<s>")
+    """It begins each text with a bos, which is not to be added to what a template prints."""
+    raw = byte_tokenizer(*SPECIAL, "<s>").raw
+    raw.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", raw.token_to_id("<s>"))])
+    return Tokenizer(raw, "<|endoftext|>", bos_token="<s>")
 
 
-def rendered(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
-    """The text that transformers makes of a conversation."""
+def rendered(template: str, messages: list[dict[str, Any]], **options: Any) -> Any:
+    """The text that transformers makes of a conversation, or its ids and mask."""
     raw = RawTokenizer.from_str(tokenizer().raw.to_str())
     theirs = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="<|endoftext|>")
-    return theirs.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+    return theirs.apply_chat_template(messages, chat_template=template, **{"tokenize": False, **options})
 
 
-def texts_of(example: Example, raw: RawTokenizer | None = None) -> tuple[str, list[str]]:
-    """The whole text of an example, and those that are trained."""
-    raw = raw or tokenizer().raw
+def trained_texts(example: Example) -> list[str]:
     runs = itertools.groupby(zip(*example, strict=True), key=itemgetter(1))
-    texts = [(raw.decode([id for id, _ in run], skip_special_tokens=False), trained) for trained, run in runs]
-    return "".join(text for text, _ in texts), [text for text, trained in texts if trained]
+    return [
+        tokenizer().raw.decode([id for id, _ in run], skip_special_tokens=False) for trained, run in runs if trained
+    ]
 
 
-# Name → template, the trained texts of the examples, and how transformers must be called to render the same.
-KINDS: dict[str, tuple[str, list[list[str]], dict[str, Any]]] = {
-    "as it is asked": (PLAIN, [["a1" + END, "a2" + END]], {}),
+# Name → template, and the trained texts of its examples.
+KINDS: dict[str, tuple[str, list[list[str]]]] = {
+    "as it is asked": (PLAIN, [["a1" + END, "a2" + END]]),
+    "with bos": ("{{ bos_token }}" + PLAIN, [["a1" + END, "a2" + END]]),
+    "marked": (
+        ROLE
+        + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+        + "{% else %}{{ m.content }}<|im_end|>{% endif %}"
+        + ASK
+        + "{% endif %}",
+        [["a1" + END, "a2" + END]],
+    ),
     "thoughts in the last answer": (
         ROLE
         + "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}<|im_end|>"
         + ASK
         + "{% endif %}",
         [["<think></think>a1" + END], ["<think></think>a2" + END]],
-        {},
     ),
     "asked to think, thoughts left out": (
         ROLE + "{{ m.content.split('</think>')[-1] }}<|im_end|>" + ASK + "<think>{% endif %}",
         [["a1" + END, "a2" + END]],
-        {},
     ),
     "eos at the end of all": (
         PLAIN.removesuffix("{% endif %}") + "{% else %}{{ eos_token }}{% endif %}",
         [["a1<|im_end|>", "a2<|im_end|><|endoftext|>"]],
-        {},
     ),
     "only the last question kept": (
         "{% set n = namespace(last=0) %}{% for m in messages if m.role == 'user' %}{% set n.last = loop.index0 * 2 %}"
         "{% endfor %}{% for m in messages[n.last:] %}{{ m.role[0] ~ '>' ~ m.content ~ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}a>{% endif %}",
         [["a1<|endoftext|>"], ["a2<|endoftext|>"]],
-        {},
     ),
     "contents in parts": (
         ROLE + "{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>" + ASK + "{% endif %}",
         [["a1" + END, "a2" + END]],
-        {"in_parts": True},
     ),
-    "for tools only": ("{% for tool in tools %}{% endfor %}" + PLAIN, [["a1" + END, "a2" + END]], {"tools": []}),
+    "for tools only": ("{% for tool in tools %}{% endfor %}" + PLAIN, [["a1" + END, "a2" + END]]),
     "a day": (
         "{{ strftime_now('%d %b %Y') }} {{ tools is none and documents is none }}\n" + PLAIN,
         [["a1" + END, "a2" + END]],
-        {},
     ),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_answer_is_trained_once_in_the_text_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    template, trained, options = KINDS[kind]
+def test_each_answer_is_trained_once_in_the_ids_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    template, trained = KINDS[kind]
     monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Mock(now=lambda: datetime(2026, 1, 31)))
     examples = ChatTemplate(template, tokenizer()).examples(TURNS)
-    assert [texts_of(example)[1] for example in examples] == trained
-    in_parts = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]
-    turns = in_parts if options.get("in_parts") else TURNS
-    ends = (2, 4) if len(trained) == 2 else (4,)
-    tools = {"tools": options["tools"]} if "tools" in options else {}
-    assert [texts_of(example)[0] for example in examples] == [rendered(template, turns[:end], **tools) for end in ends]
+    assert [trained_texts(example) for example in examples] == trained
+    turns = TURNS
+    if kind == "contents in parts":
+        turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]
+    options: dict[str, Any] = {"tools": [] if kind == "for tools only" else None, "tokenize": True, "return_dict": True}
+    for example, end in zip(examples, (2, 4)[-len(trained) :], strict=True):
+        made = rendered(template, turns[:end], return_assistant_tokens_mask=kind == "marked", **options)
+        assert example.ids == made["input_ids"]
+        assert made.get("assistant_masks", example.trained) == example.trained
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for", "not a chat template"),
+        ("{{ raise_exception('no system, please') }}", "no system, please"),
+        (
+            "{{ messages | length }}{{ messages | map(attribute='content') | join }}",
+            r"an answer changes the text before it.*; --chat-template FILE takes another",
+        ),
+    ],
+)
+def test_templates_that_cannot_be_used_say_why(template: str, said: str) -> None:
+    with pytest.raises(TitaniteError, match=said):
+        ChatTemplate(template, tokenizer()).examples(TURNS)
 
 
 def test_arguments_of_a_template_are_what_it_takes_unless_it_is_told_otherwise() -> None:
@@ -138,8 +163,8 @@ def test_tools_and_their_calls_are_those_that_transformers_renders_from_objects(
     expected = rendered(template, turns(text if call == PRINTED else given), tools=tools)
     for kept in (tools, json.dumps(tools)):
         (example,) = ChatTemplate(template, tokenizer()).examples(*read(turns(text), kept))
-        whole, trained = texts_of(example)
-        assert whole == expected
+        trained = trained_texts(example)
+        assert tokenizer().raw.decode(example.ids, skip_special_tokens=False) == expected
         assert trained[0].startswith("hm")
         assert trained[1:] == ["a2" + END], "a1 has weight 0"
 
@@ -160,12 +185,7 @@ def test_the_special_tokens_that_a_folder_declares_are_those_of_transformers(tmp
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         assert (tmp_path / "set" / name).read_bytes() == (tmp_path / name).read_bytes()
     assert AutoTokenizer.from_pretrained(tmp_path / "set").apply_chat_template(TURNS, return_dict=False) == theirs
-    assert [token & TOKEN_BITS for token in rows(tmp_path / "set")[0][: len(theirs)]] == theirs
-
-
-def rows(folder: Path) -> list[list[int]]:
-    """The tokens of each row of a small packed dataset, with their bits."""
-    return pa.ipc.open_file((folder / "train-00000.arrow").read_bytes()).read_all().column(0).to_pylist()
+    assert [token & TOKEN_BITS for token in stored_blocks(tmp_path / "set")[0][0][: len(theirs)]] == theirs
 
 
 def test_a_preparation_says_what_is_not_learnt_and_how_many_examples_a_conversation_makes(
@@ -194,6 +214,7 @@ def test_a_preparation_says_what_is_not_learnt_and_how_many_examples_a_conversat
     prepare([*command, "--train-eos"])
     assert "conversations or pairs 6, examples 12, trained tokens 36\n" in capsys.readouterr().out
     assert "no special token" not in "".join(caplog.messages[4:])
-    kept = [token & TOKEN_BITS for row in rows(tmp_path / "set") for token in row if token < HIDDEN]
+    (rows,) = stored_blocks(tmp_path / "set")
+    kept = [token & TOKEN_BITS for token in itertools.chain(*rows) if token < HIDDEN]
     answers = tokenizer().raw.decode(kept, skip_special_tokens=False).split("<|endoftext|>")
     assert sorted(answers) == ["", *["a1"] * 6, *["a2"] * 6]

@@ -62,28 +62,16 @@ def prepared(folder: Path, tokenizer: Tokenizer, rows: list[Any], *options: str)
     return folder / "set"
 
 
-def stored_rows(folder: Path) -> list[list[int]]:
-    """The tokens of each row of a small packed dataset, with their bits."""
-    (block,) = stored_blocks(folder)
-    return block
+def encoded(values: list[Any], format: str, tokenizer: Tokenizer) -> list[tuple[int, bool]]:
+    """(id, whether it is trained) of the only example."""
+    ((example,),) = encode_examples([json.dumps(values)], format, tokenizer)
+    return shown(example)
 
 
-def test_only_responses_are_trained() -> None:
-    ((pair,),) = encode_examples([json.dumps(["two plus two", " is four"])], "sft", tokenizer())
-    assert shown(pair) == trained_from(3, TWO, PLUS, TWO, IS, FOUR, EOS)
-    assert [bool(token & START) for token in pair] == [True] + [False] * 5
-    ((ended,),) = encode_examples([json.dumps(["two", " is<eos>"])], "sft", tokenizer())
-    assert shown(ended) == [(TWO, False), (IS, True), (EOS, True)], "as TRL: one eos, not its characters"
-    ((bare,),) = encode_examples([json.dumps(["", "is four"])], "sft", tokenizer())
-    assert shown(bare) == trained_from(1, IS, FOUR, EOS), "nothing comes before the first token"
-    with_bos = tokenizer().raw
-    with_bos.post_processor = TemplateProcessing("<|u|> $A", special_tokens=[("<|u|>", USER)])
-    ((begun,),) = encode_examples([json.dumps(["two", " is"])], "sft", Tokenizer(with_bos, "<eos>"))
-    assert shown(begun) == trained_from(2, USER, TWO, IS, EOS)
-    conversation = [ASKED, ANSWERED, user("so ?"), ANSWERED | {"content": "five"}]
-    ((chat,),) = encode_examples([json.dumps([conversation])], "chat", tokenizer())
-    first = trained_from(5, USER, WHAT, ASK, END, ASSISTANT, FOUR, END)
-    assert shown(chat) == first + trained_from(5, USER, SO, ASK, END, ASSISTANT, FIVE, END)
+def begun_tokenizer() -> Tokenizer:
+    raw = tokenizer().raw
+    raw.post_processor = TemplateProcessing("<|u|> $A", special_tokens=[("<|u|>", USER)])
+    return Tokenizer(raw, "<eos>")
 
 
 def trained_from(first: int, *ids: int) -> list[tuple[int, bool]]:
@@ -92,6 +80,28 @@ def trained_from(first: int, *ids: int) -> list[tuple[int, bool]]:
 
 def user(content: str) -> dict[str, str]:
     return {"role": "user", "content": content}
+
+
+@pytest.mark.parametrize(
+    ("pair", "tokenizer", "expected"),
+    [
+        (["two plus two", " is four"], tokenizer(), trained_from(3, TWO, PLUS, TWO, IS, FOUR, EOS)),
+        # As TRL: one eos, not its characters.
+        (["two", " is<eos>"], tokenizer(), trained_from(1, TWO, IS, EOS)),
+        # Nothing comes before the first token.
+        (["", "is four"], tokenizer(), trained_from(1, IS, FOUR, EOS)),
+        (["two", " is"], begun_tokenizer(), trained_from(2, USER, TWO, IS, EOS)),
+    ],
+)
+def test_only_responses_are_trained(pair: list[str], tokenizer: Tokenizer, expected: list[tuple[int, bool]]) -> None:
+    assert encoded(pair, "sft", tokenizer) == expected
+
+
+def test_only_answers_are_trained() -> None:
+    conversation = [ASKED, ANSWERED, user("so ?"), ANSWERED | {"content": "five"}]
+    first = trained_from(5, USER, WHAT, ASK, END, ASSISTANT, FOUR, END)
+    second = trained_from(5, USER, SO, ASK, END, ASSISTANT, FIVE, END)
+    assert encoded([conversation], "chat", tokenizer()) == first + second
 
 
 def piecewise(*merges: str, begin: bool) -> Tokenizer:
@@ -117,15 +127,15 @@ def piecewise(*merges: str, begin: bool) -> Tokenizer:
 def test_answers_are_tokens_that_can_follow_their_question(tokenizer: Tokenizer, question: str, answers: str) -> None:
     words = [("user", "hi"), ("assistant", "ho"), ("user", "so"), ("assistant", "no")]
     conversation = [{"role": role, "content": content} for role, content in words]
-    ((chat,),) = encode_examples([json.dumps([conversation])], "chat", tokenizer)
+    chat = encoded([conversation], "chat", tokenizer)
     expected = [
         (token, role == "assistant")
         for role, content in words
         for token in (question if role == "user" else answers).format(" ".join(content)).split()
     ]
-    assert [(tokenizer.raw.id_to_token(token), trained) for token, trained in shown(chat)] == expected
+    assert [(tokenizer.raw.id_to_token(token), trained) for token, trained in chat] == expected
     at_once = ChatTemplate(tokenizer.chat_template, tokenizer).encode(conversation)
-    assert [token for token, _ in shown(chat)] == at_once
+    assert [token for token, _ in chat] == at_once
 
 
 @pytest.mark.parametrize(
@@ -139,30 +149,33 @@ def test_answers_are_tokens_that_can_follow_their_question(tokenizer: Tokenizer,
         ("chat", [[{"role": "assistant", "tool_calls": ["two"]}]], "tool_calls = ['two']: must be a list of objects"),
         ("chat", [[ANSWERED], "two"], "tools = 'two': must be a list of objects"),
         ("chat", [[user("<eos>"), ANSWERED]], "spells out '<eos>'"),
+        ("chat", [[ASKED, ANSWERED | {"content": " "}]], "an answer of the assistant is empty"),
+        ("chat", [[{"role": "system", "content": "so"}, ASKED, ANSWERED]], "the message of role 'system': '\"so\"'"),
+        (  # The answer has the same words.
+            "chat",
+            [[ASKED, ANSWERED | {"weight": 0}, {"role": "function", "content": "four"}, ANSWERED]],
+            "of role 'function'",
+        ),
+        (
+            "chat",
+            [[ASKED, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]],
+            "of role 'assistant'",
+        ),
+        ("chat", [[ASKED, ANSWERED | {"reasoning_content": "so"}]], "of role 'assistant': 'so'"),
     ],
 )
 def test_examples_that_cannot_be_used_are_quoted(format: str, values: list[Any], said: str) -> None:
-    with pytest.raises(TitaniteError) as error:
-        encode_examples([json.dumps(values)], format, tokenizer())
-    assert said in str(error.value)
+    """Those of which the template leaves something out, too."""
+    template = TEMPLATE.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
+    with pytest.raises(TitaniteError, match=re.escape(said)) as error:
+        encode_examples([json.dumps(values)], format, Tokenizer(tokenizer().raw, "<eos>", chat_template=template))
     assert f"in the example {json.dumps(values)[:100]}" in str(error.value)
 
 
-def test_packing_keeps_every_example_whole_and_wastes_little() -> None:
+def test_packing_wastes_little() -> None:
     numbers = random.Random(1)
-    examples = [
-        [START | HIDDEN | 5, *(numbers.randrange(1, 9) for _ in range(numbers.randint(1, 40)))] for _ in range(500)
-    ]
-    rows = pack(pa.array(examples, pa.list_(pa.uint32())), 64, EOS).to_pylist()
-    found = []
-    for row in rows:
-        assert len(row) == 64
-        starts = [i for i, token in enumerate(row) if token & START]
-        assert starts[0] == 0
-        parts = [row[a:b] for a, b in zip(starts, [*starts[1:], 64], strict=True)]
-        padding = parts[-1][1:] == [EOS | HIDDEN] * (len(parts[-1]) - 1) and parts[-1][0] == EOS | HIDDEN | START
-        found += parts[:-1] if padding else parts
-    assert sorted(found) == sorted(examples)
+    examples = [[START | HIDDEN | 5] * numbers.randint(2, 41) for _ in range(500)]
+    rows = pack(pa.array(examples, pa.list_(pa.uint32())), 64, EOS)
     assert len(rows) * 64 < 1.1 * sum(map(len, examples))
 
 
@@ -170,17 +183,14 @@ def test_packing_keeps_every_example_whole_and_wastes_little() -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A packed dataset of 300 prompts and responses, each with a number of its own in it."""
     folder = tmp_path_factory.mktemp("tuning")
-    (folder / "tokenizer").mkdir()
-    word_tokenizer(1000).save(folder / "tokenizer")
     numbers = random.Random(2)
-    with (folder / "examples.jsonl").open("w") as file:
-        for i in range(300):
-            question = " ".join(f"w{numbers.randint(400, 600)}" for _ in range(numbers.randint(1, 8)))
-            answer = " ".join(f"w{numbers.randint(700, 900)}" for _ in range(numbers.randint(1, 8)))
-            file.write(json.dumps({"q": f"w{i + 1} {question}", "a": f" {answer} w{i + 1}"}) + "\n")
-    command = ["--source", str(folder / "examples.jsonl"), "--tokenizer", str(folder / "tokenizer")]
-    command += ["--format=sft", "--keys=q,a", "--seq-len=32", "--validation-fraction=0.1", "--block-mb=0.002"]
-    prepare([*command, "--output", str(folder / "set")])
+
+    def words(first: int) -> str:
+        return " ".join(f"w{numbers.randint(first, first + 200)}" for _ in range(numbers.randint(1, 8)))
+
+    rows = [{"q": f"w{i} {words(400)}", "a": f" {words(700)} w{i}"} for i in range(1, 301)]
+    options = ["--format=sft", "--keys=q,a", "--seq-len=32", "--validation-fraction=0.1", "--block-mb=0.002"]
+    prepared(folder, word_tokenizer(1000), rows, *options)
     return folder
 
 
@@ -302,7 +312,7 @@ def test_long_examples_are_left_out_and_counted_or_cut(
     questions = ["two", "what ?", "what ? so ?"]
     rows = [{"prompt": question, "response": " is four"} for question in questions]
     options = ["--format=sft", "--seq-len=4", *(["--truncate"] if truncate else [])]
-    made = stored_rows(prepared(tmp_path, tokenizer(), rows, *options))
+    (made,) = stored_blocks(prepared(tmp_path, tokenizer(), rows, *options))
     expected = [trained_from(1, TWO, IS, FOUR, EOS), trained_from(2, WHAT, ASK, IS, FOUR)]
     assert sorted(shown(row) for row in made) == sorted(expected[:examples])
     said = capsys.readouterr().out
@@ -332,58 +342,22 @@ def test_training_on_prepared_conversations_needs_no_transformers(tmp_path: Path
     assert ended.stderr.splitlines()[-1] == said
 
 
-def test_a_chat_dataset_carries_its_template(tmp_path: Path) -> None:
-    folder = prepared(tmp_path, tokenizer(), [{"messages": [ASKED, ANSWERED]}], "--format=chat", "--seq-len=16")
-    dataset = open_dataset(str(folder))
-    assert dataset.tokenizer().chat_template == TEMPLATE
-    (folder / "chat_template.jinja").write_text("another")
-    assert any("chat_template.jinja is not the one" in fault for fault in faults(dataset))
-
-
-@pytest.mark.parametrize("options", [[], ["--keys=instruction,output"]])
-def test_all_of_a_record_of_alpaca_s_is_read(tmp_path: Path, options: list[str]) -> None:
-    record = {"instruction": "what", "input": "two plus", "output": "is four"}
-    (row,) = stored_rows(prepared(tmp_path, tokenizer(), [record], "--format=sft", "--seq-len=6", *options))
-    assert shown(row) == trained_from(3, WHAT, TWO, PLUS, IS, FOUR, EOS)
-
-
-@pytest.mark.parametrize("format", ["chat", "sft"])
-def test_alpaca_as_an_array_and_as_csv_is_read_as_its_lines_are(tmp_path: Path, format: str) -> None:
+@pytest.mark.parametrize("keys", [["prompt", "response"], ["instruction", "output"]])
+@pytest.mark.parametrize("name", ["a.json", "a.csv"])
+def test_all_of_alpaca_s_records_is_read_from_an_array_and_from_csv(tmp_path: Path, keys: list[str], name: str) -> None:
     rows = [
         {"instruction": "what", "input": "two, plus\n2", "output": 'is "four"'},
         {"instruction": "so", "input": "", "output": "four"},
     ]
-    (tmp_path / "a.json").write_text(json.dumps(rows, indent=2))
-    with (tmp_path / "a.csv").open("w", newline="") as file:
-        table = csv.DictWriter(file, list(rows[0]))
-        table.writeheader()
-        table.writerows(rows)
-    asked = ["what\ntwo, plus\n2", "so"]
-    expected = [[question + "\n", row["output"]] for question, row in zip(asked, rows, strict=True)]
-    if format == "chat":
-        turns = zip(asked, rows, strict=True)
-        expected = [[[user(question), {"role": "assistant", "content": row["output"]}]] for question, row in turns]
-    keys = ["messages"] if format == "chat" else ["prompt", "response"]
-    for name in ("a.json", "a.csv"):
-        assert [json.loads(text) for text in documents_in(tmp_path / name, keys, format)] == expected
-
-
-@pytest.mark.parametrize(
-    ("messages", "said"),
-    [
-        ([{"role": "system", "content": "so"}, ASKED, ANSWERED], "the message of role 'system': '\"so\"'"),
-        # The answer has the same words.
-        ([ASKED, ANSWERED | {"weight": 0}, {"role": "function", "content": "four"}, ANSWERED], "of role 'function'"),
-        ([ASKED, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}], "of role 'assis"),
-        ([ASKED, ANSWERED | {"reasoning_content": "so"}], "of role 'assistant': 'so'"),
-        ([ASKED, ANSWERED | {"content": " "}], "an answer of the assistant is empty"),
-    ],
-)
-def test_a_conversation_is_refused_if_the_template_leaves_something_out(messages: list[Any], said: str) -> None:
-    template = TEMPLATE.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
-    with pytest.raises(TitaniteError) as error:
-        encode_examples([json.dumps([messages])], "chat", Tokenizer(tokenizer().raw, "<eos>", chat_template=template))
-    assert said in str(error.value)
+    with (tmp_path / name).open("w", newline="") as file:
+        if name == "a.json":
+            json.dump(rows, file, indent=2)
+        else:
+            table = csv.DictWriter(file, list(rows[0]))
+            table.writeheader()
+            table.writerows(rows)
+    found = [json.loads(text) for text in documents_in(tmp_path / name, keys, "sft")]
+    assert found == [["what\ntwo, plus\n2\n", 'is "four"'], ["so\n", "four"]]
 
 
 USER_A, BOT_B = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -394,19 +368,14 @@ PARTS = [{"type": "text", "text": "a b"}, {"type": "text", "text": " c"}]
 @pytest.mark.parametrize(
     ("row", "messages"),
     [
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, [USER_A, BOT_B]),
         (
-            {"messages": [{"from": "system", "value": "s"}, {"from": "observation", "value": "t"}]},
-            [{"role": "system", "content": "s"}, {"role": "tool", "content": "t"}],
+            {"conversations": [{"from": who, "value": "a"} for who in ("system", "human", "gpt", "observation")]},
+            [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "tool")],
         ),
         ({"prompt": [USER_A, BOT_B], "completion": [BOT_B]}, [USER_A, BOT_B | {"weight": 0}, BOT_B]),
-        ({"messages": [{"role": "user", "content": PARTS}]}, [{"role": "user", "content": "a b c"}]),
-        ({"messages": [{"role": "developer", "content": "s"}]}, [{"role": "system", "content": "s"}]),
+        ({"messages": [{"role": "developer", "content": PARTS}]}, [{"role": "system", "content": "a b c"}]),
         ({"messages": [{"role": "assistant", "content": None} | CALL]}, [{"role": "assistant", "content": ""} | CALL]),
-        ({"system": "s", "messages": [USER_A, BOT_B]}, [{"role": "system", "content": "s"}, USER_A, BOT_B]),
-        ({"messages": [USER_A, BOT_B | {"train": False}]}, [USER_A, BOT_B | {"weight": 0}]),
         ({"messages": [USER_A | {"train": True}, BOT_B]}, "train = true: is for the assistant's messages"),
-        ({"instruction": "a", "input": "", "output": "b"}, [USER_A, BOT_B]),
         (
             {"instruction": "c", "input": "d", "output": "b", "history": [["a", "b"]], "system": "s"},
             [{"role": "system", "content": "s"}, USER_A, BOT_B, {"role": "user", "content": "c\nd"}, BOT_B],
@@ -418,11 +387,10 @@ PARTS = [{"type": "text", "text": "a b"}, {"type": "text", "text": " c"}]
         ({"messages": [{"from": "narrator", "value": "a"}]}, "from 'narrator', not from one of assistant, developer,"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no text: {'type': 'image_url'}"),
         (  # in Arrow every object has all keys, most of them null
-            {"messages": [USER_A | {"name": "Bob"}, BOT_B | {"calls": [{"a": 1}, {"b": [None]}]}]},
-            [USER_A | {"name": "Bob"}, BOT_B | {"calls": [{"a": 1}, {"b": [None]}]}],
+            {"messages": [USER_A | {"name": "Bob"}, BOT_B | {"train": False, "calls": [{"a": 1}, {"b": [None]}]}]},
+            [USER_A | {"name": "Bob"}, BOT_B | {"weight": 0, "calls": [{"a": 1}, {"b": [None]}]}],
         ),
         ({"prompt": "a", "completion": "b"}, "no value under 'messages'; it has prompt, completion"),
-        ({"messages": None}, "no value under 'messages'; it has"),
         ({"messages": ["a"]}, "message 'a': must have a \"role\""),
     ],
 )
@@ -447,8 +415,8 @@ def test_conversations_that_cannot_be_used_are_left_out(tmp_path: Path, capsys: 
     assert "left out, listed in bad_records.txt: 4\n" in capsys.readouterr().out
     places = [line.split(":")[0] for line in (folder / "bad_records.txt").read_text().splitlines()]
     begins = [sum(len(json.dumps(row)) + 1 for row in rows[:number]) for number in (1, 2, 3, 4)]
-    assert sorted(places) == sorted(f"{tmp_path}/a.jsonl, line at byte {begin}" for begin in begins)
-    (packed,) = stored_rows(folder)
+    assert places == [f"{tmp_path}/a.jsonl, line at byte {begin}" for begin in begins]
+    ((packed,),) = stored_blocks(folder)
     assert sum(bool(token & START) for token in packed) == 2, "two examples, which fill the row"
 
 
@@ -472,3 +440,6 @@ def test_a_mixture_has_the_template_of_its_conversations(tmp_path: Path) -> None
         loader.close()
     with pytest.raises(TitaniteError, match=r"other/set was made with another chat template than .*/one/set"):
         DataLoader(mixture("plain", "one", "other"), 0, 1)
+    (tmp_path / "one" / "set" / "chat_template.jinja").write_text("another")
+    with pytest.raises(DataError, match=r"chat_template\.jinja is not the one that made the data"):
+        DataLoader(mixture("one"), 0, 1)

@@ -12,7 +12,6 @@ pytest.importorskip("accelerate", reason="the harness's transformers model needs
 
 import lm_eval
 from lm_eval.tasks import TaskManager
-from transformers import AutoTokenizer
 
 from config import TitaniteError
 from tests.unit.test_generate import imported  # noqa: F401
@@ -67,41 +66,33 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_scores_of_a_run_are_those_of_the_model_it_was_imported_from(imported: Path, tasks: Path) -> None:  # noqa: F811
+def test_scores_of_a_run_are_those_of_the_model_it_was_imported_from(
+    imported: Path,  # noqa: F811
+    tasks: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Questions are asked by the chat template of both."""
     own = ["--tasks=colours,sayings", "--num_fewshot=1", "--limit=7", f"--include_path={tasks}"]
-    assert main([str(imported), *own, "--model_args=max_length=100", f"--output_path={tasks}/made"]) == 0
+    chat = ["--apply_chat_template", "--system_instruction", "Be kind."]
+    assert main([str(imported), *own, *chat, "--model_args=max_length=200", f"--output_path={tasks}/made"]) == 0
     (output,) = (tasks / "made").rglob("results_*.json")
-    results = json.loads(output.read_text())
+    results = json.loads(output.read_text())["results"]
     expected = lm_eval.simple_evaluate(
-        model="hf", model_args={"pretrained": str(imported.parent / "hf"), "dtype": "float32", "max_length": 100},
+        model="hf", model_args={"pretrained": str(imported.parent / "hf"), "dtype": "float32", "max_length": 200},
         tasks=["colours", "sayings"], task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
-        num_fewshot=1, limit=7, device="cpu",
+        num_fewshot=1, limit=7, device="cpu", apply_chat_template=True, system_instruction="Be kind.",
     )  # fmt: skip
     for task, metric in (("colours", "acc"), ("colours", "acc_norm"), ("sayings", "word_perplexity")):
-        score = results["results"][task][f"{metric},none"]
-        assert score == pytest.approx(expected["results"][task][f"{metric},none"], rel=1e-5)
-    assert main([str(imported), "--no_such_option"]) == 2
+        score = expected["results"][task][f"{metric},none"]
+        assert results[task][f"{metric},none"] == pytest.approx(score, rel=1e-5)
+    monkeypatch.setattr("sys.executable", "false")
+    assert main([str(imported)]) == 1, "the harness's own code"
 
 
 def test_without_the_harness_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tools.evaluate.find_spec", {}.get)
     with pytest.raises(TitaniteError, match="evaluation needs: pip install"):
         main(["nowhere"])
-
-
-def test_a_question_is_asked_by_the_chat_template_of_the_model(imported: Path, tasks: Path) -> None:  # noqa: F811
-    own = ["--tasks=colours", "--num_fewshot=0", "--limit=2", f"--include_path={tasks}", f"--output_path={tasks}/made"]
-    chat = ["--apply_chat_template", "--system_instruction", "Be kind.", "--log_samples"]
-    assert main([str(imported), *own, *chat]) == 0
-    (file,) = (tasks / "made").rglob("samples_colours_*.jsonl")
-    samples = [json.loads(line) for line in file.read_text().splitlines()]
-    theirs = AutoTokenizer.from_pretrained(imported.parent / "hf")
-    for sample in samples:
-        user = {"role": "user", "content": f"Question: {sample['doc']['question']}\nAnswer:"}
-        messages = [{"role": "system", "content": "Be kind."}, user]
-        asked = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        assert [sample["arguments"][f"gen_args_{i}"]["arg_0"] for i in range(4)] == [asked] * 4
-    assert len(samples) == 2
 
 
 def test_the_benchmarks_of_the_float8_study_are_the_harness_s_own() -> None:

@@ -9,20 +9,19 @@ from unittest import mock
 
 import pytest
 import torch
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import (
     AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from config import TitaniteError, command_line
-from data.chat import ChatTemplate, chat_of
+from data.chat import chat_of
 from data.tokenizer import Tokenizer
 from generate import Request, TextStream, generate, main, sample
 from models.llama.model import Llama
@@ -53,13 +52,10 @@ def tokens_of(model: Llama, prompts: list[list[int]], n: int, **options: Any) ->
     return [list(row) for row in zip(*generate(model, prompts, CPU, request), strict=True)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_transformers_in_a_batch_of_unequal_lengths(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_tokens_equal_transformers_in_a_batch_of_unequal_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("generate.PREFILL_TOKENS", 16)  # the longer prompts come in pieces
     monkeypatch.setattr("models.llama.model.CACHE_STEP", 8)
-    hf, prompts = hf_model(family), prompts_of(9, 1, 40, 16, 17)
+    hf, prompts = hf_model("llama3.2"), prompts_of(9, 1, 40, 16, 17)
     hf.generation_config.eos_token_id = None
     expected = []
     for prompt in prompts:
@@ -77,6 +73,7 @@ def test_attention_reads_what_is_filled_and_finished_rows_leave(monkeypatch: pyt
     model = ours_from(hf_model("llama3"))
     prompts = prompts_of(5, 12, 3)
     alone = [tokens_of(model, [prompt], 6, seed=row)[0] for row, prompt in enumerate(prompts)]
+    monkeypatch.setattr("generate.DRAWS", 3)  # random numbers do not depend on how many are made at once
     finished, read = set[int](), []
     layer, attend = model.layers["0"].attention, model.layers["0"].attention.attend
     monkeypatch.setattr(layer, "attend", lambda q, k, *rest: read.append((len(k), k.shape[2])) or attend(q, k, *rest))
@@ -196,50 +193,6 @@ def test_stops(text: str, stops: tuple[str, ...], expected: str) -> None:
     assert all(expected.startswith("".join(pieces[:i])) for i in range(len(pieces))), "nothing is taken back"
 
 
-# ---------------------------------------------------------------- chat
-
-
-@pytest.mark.parametrize("bos", ["", "<s>"])
-def test_a_conversation_has_the_tokens_that_transformers_gives_it(bos: str) -> None:
-    raw = byte_tokenizer(*SPECIAL, "<s>").raw
-    if bos:
-        raw.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, raw.token_to_id(bos))])
-    tokenizer = Tokenizer(raw, "<|endoftext|>")
-    template = ChatTemplate(CHATML, tokenizer)
-    theirs = PreTrainedTokenizerFast(
-        tokenizer_object=RawTokenizer.from_str(tokenizer.raw.to_str()), bos_token=bos or None
-    )
-    theirs.chat_template = CHATML
-    said = (
-        ("system", "Be brief."),
-        ("user", "Hello, 中?"),
-        ("assistant", "Yes."),
-        ("tool", '"22 °C"'),
-        ("user", "Why"),
-    )
-    messages = [{"role": role, "content": content} for role, content in said]
-    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert template.encode(messages, add_generation_prompt=True) == expected
-    assert template.stop_ids == {tokenizer.raw.token_to_id("<|im_end|>")}
-    (example,) = template.examples(messages)
-    made = theirs.apply_chat_template(messages[:3], return_dict=True, return_assistant_tokens_mask=True)
-    assert (example.ids, example.trained) == (made["input_ids"], [bool(own) for own in made["assistant_masks"]])
-
-
-def test_templates_that_cannot_be_used_say_why() -> None:
-    with pytest.raises(TitaniteError, match="not a chat template"):
-        ChatTemplate("{% for", byte_tokenizer())
-    refusing = ChatTemplate("{{ raise_exception('no system, please') }}", byte_tokenizer())
-    with pytest.raises(TitaniteError, match="no system, please"):
-        refusing.render([{"role": "user", "content": "a"}])
-    turns = [{"role": role, "content": role[:1]} for role in ("user", "assistant") * 2]
-    counted = ChatTemplate("{{ messages | length }}{{ messages | map(attribute='content') | join }}", byte_tokenizer())
-    with pytest.raises(
-        TitaniteError, match=r"an answer changes the text before it.*; --chat-template FILE takes another"
-    ):
-        counted.examples(turns)
-
-
 # ---------------------------------------------------------------- command line
 
 
@@ -309,45 +262,41 @@ def test_a_text_that_may_outgrow_the_trained_length_is_warned_of(
             assert capsys.readouterr().err.count(said) == warned
 
 
+def answered(imported: Path, *messages: dict[str, str]) -> str:
+    """What transformers' likeliest tokens say to a conversation."""
+    tokenizer = AutoTokenizer.from_pretrained(imported.parent / "hf")
+    model = LlamaForCausalLM.from_pretrained(imported.parent / "hf")
+    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    made = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=ends, pad_token_id=0)
+    return tokenizer.decode(made[0, prompt.shape[1] :], skip_special_tokens=True)
+
+
 def test_a_chat_goes_on_from_what_was_said(
     imported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = mock.Mock(side_effect=["Hi", "not <|im_end|> this", "nor \udcff", "Go on", EOFError])
-    monkeypatch.setattr("builtins.input", lines)
-    asked, encode = [], ChatTemplate.encode
-
-    def remember(self: ChatTemplate, messages: list[dict[str, str]], **options: bool) -> list[int]:
-        asked.append((messages, encode(self, messages, **options)))
-        return asked[-1][1]
-
-    monkeypatch.setattr(ChatTemplate, "encode", remember)
+    lines = ["Hi", "not <|im_end|> this", "nor \udcff", "Go on", EOFError]
+    monkeypatch.setattr("builtins.input", mock.Mock(side_effect=lines))
     main([str(imported), "--chat", "--system=Be kind.", "--temperature=0", "--max-tokens=12"])
     out, err = capsys.readouterr()
     assert "spells out '<|im_end|>'" in err
     assert "error: 'utf-8' codec can't encode character '\\udcff'" in err
-    messages, prompt = asked[-1]
-    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
-    assert messages[2]["content"]
-    assert out.startswith(f"{messages[2]['content']}\n")
-    assert byte_tokenizer().decode(prompt).endswith("Go on\nassistant\n")
+    messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    first = answered(imported, *messages)
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "Go on"}]
+    assert first
+    assert out == f"{first}\n{answered(imported, *messages)}\n"
 
 
 def test_conversations_of_a_file_are_answered_as_by_transformers(
     imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = [[{"role": "user", "content": text}] for text in ("Hi", "A longer question", "x")]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in asked))
+    asked = [{"role": "user", "content": text} for text in ("Hi", "A longer question", "x")]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": [user]}) + "\n" for user in asked))
     words = ["--chats-file", str(tmp_path / "chats.jsonl"), "--temperature=0", "--max-tokens=12", "--batch-size=2"]
     main([str(imported), *words])
-    answered = [json.loads(line)["messages"] for line in capsys.readouterr().out.splitlines()]
-    tokenizer = AutoTokenizer.from_pretrained(imported.parent / "hf")
-    model = LlamaForCausalLM.from_pretrained(imported.parent / "hf")
-    ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
-    for messages, found in zip(asked, answered, strict=True):
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-        made = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=ends, pad_token_id=0)
-        text = tokenizer.decode(made[0, prompt.shape[1] :], skip_special_tokens=True)
-        assert found == [*messages, {"role": "assistant", "content": text}]
+    for user, line in zip(asked, capsys.readouterr().out.splitlines(), strict=True):
+        assert json.loads(line)["messages"] == [user, {"role": "assistant", "content": answered(imported, user)}]
 
 
 @pytest.mark.parametrize(
