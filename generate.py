@@ -7,10 +7,10 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,18 @@ from data.tokenizer import Tokenizer
 from models.llama.model import KVCache
 from models.trained import Trained, add_place_arguments, load_from_arguments
 
-T = TypeVar("T")
+Record = dict[str, Any]  # {"prompt": text} or {"messages": conversation}
 PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of the logits, which go unused
 DRAW_BITS = 31  # of random numbers and probabilities: as integers, since a GPU may add floats in any order
-DRAWS = 256  # random numbers of a row made at once, since a text may end long before `max_tokens`
 GREEDY_BELOW = 1e-5  # the temperature under which the likeliest token is taken, as in vLLM
+# Fields of Request that are options of the same name.
+OPTIONS: Mapping[str, str] = {
+    "max_tokens": "tokens per prompt or answer (%(default)s)",
+    "temperature": "0: the likeliest token (default %(default)s)",
+    "top_k": "draw among the k likeliest, 0: all (%(default)s)",
+    "top_p": "draw among the likeliest that make p (%(default)s)",
+    "seed": "seed of the first prompt, the next one's is one more",
+}
 
 
 # ---------------------------------------------------------------- token by token
@@ -49,16 +56,16 @@ class Request:
     stops: tuple[str, ...] = ()  # texts; a special token is named by its text
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ConfigError(f"--temperature {self.temperature}: must be at least 0, and finite")
-        if self.top_k < 0:
-            raise ConfigError(f"--top-k {self.top_k}: must be at least 0")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"--top-p {self.top_p}: must be above 0 and at most 1")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"--seed {self.seed}: must be from 0 to {2**63 - 1}")
-        if self.max_tokens < 1:
-            raise ConfigError(f"--max-tokens {self.max_tokens}: must be at least 1")
+        allowed = {
+            "temperature": (0 <= self.temperature < math.inf, "at least 0, and finite"),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "seed": (0 <= self.seed < 2**63, f"from 0 to {2**63 - 1}"),
+            "max_tokens": (self.max_tokens >= 1, "at least 1"),
+        }
+        for name, (holds, what) in allowed.items():
+            if not holds:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be {what}")
         if "" in self.stops:
             raise ConfigError("--stop: must not be empty")
 
@@ -88,12 +95,10 @@ def generate(
         model(piece_BS, positions_1S, caches)
     tokens_B = torch.tensor([prompt[-1] for prompt in prompts], device=device)  # the first whose logits are used
     positions_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
-    for step in range(request.max_tokens):
-        if step % DRAWS == 0:
-            drawn = [torch.randint(2**DRAW_BITS, (DRAWS,), generator=seeded[row]) for row in rows]
-            draws_BT = torch.stack(drawn).to(device)
+    for _ in range(request.max_tokens):
         logits_BV = model(tokens_B[:, None], positions_B1, caches)[:, -1].float()
-        tokens_B = sample(logits_BV, request, draws_BT[:, step % DRAWS])
+        draws = [torch.randint(2**DRAW_BITS, (1,), generator=seeded[row]) for row in rows]
+        tokens_B = sample(logits_BV, request, torch.cat(draws).to(device))
         yield tokens_B.tolist()
         left = [i for i, row in enumerate(rows) if row not in finished]
         if not left:
@@ -102,7 +107,6 @@ def generate(
             rows = [rows[i] for i in left]
             tokens_B = tokens_B[left]
             positions_B1 = positions_B1[left]
-            draws_BT = draws_BT[left]
             for cache in caches:
                 cache.kv = cache.kv[left]
         positions_B1 = positions_B1 + 1
@@ -185,19 +189,12 @@ class TextStream:
         if ends:
             self.done = True
             return text[: min(ends)]
-        certain = len(text)
-        if not all_of_it:
-            certain -= max((_overlap(text, stop) for stop in self.stops), default=0)
+        stops = [] if all_of_it else self.stops
+        certain = 0  # all before what may be the beginning of a stop string
+        while not any(stop.startswith(text[certain:]) for stop in ["", *stops]):
+            certain += 1
         self.held = text[certain:]
         return text[:certain]
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` are the beginning of `stop`."""
-    for n in range(len(stop) - 1, 0, -1):
-        if text.endswith(stop[:n]):
-            return n
-    return 0
 
 
 def stream_texts(trained: Trained, prompts: Sequence[Sequence[int]], request: Request) -> Iterator[tuple[int, str]]:
@@ -221,15 +218,15 @@ def stream_texts(trained: Trained, prompts: Sequence[Sequence[int]], request: Re
 # ---------------------------------------------------------------- command line
 
 
-def check_prompt(name: str, prompt: str, tokenizer: Tokenizer, seq_len: float = math.inf) -> int:
+def check_prompt(name: str, prompt: str, tokenizer: Tokenizer, seq_len: float = math.inf) -> list[int]:
     """The tokens of a prompt. Raises ConfigError if there are none, or if they leave no room for one in `seq_len`."""
     try:
         prompt.encode()
     except UnicodeEncodeError:
         raise ConfigError(f"{name} = {prompt!r}: is not UTF-8") from None
-    tokens = len(tokenizer.encode(prompt))
-    if tokens >= seq_len:
-        raise ConfigError(f"{name}: has {tokens} tokens, must have fewer than training.seq_len = {seq_len}")
+    tokens = tokenizer.encode(prompt)
+    if len(tokens) >= seq_len:
+        raise ConfigError(f"{name}: has {len(tokens)} tokens, must have fewer than training.seq_len = {seq_len}")
     if not tokens:
         raise ConfigError(f"{name} = {prompt!r}: the tokenizer makes no token of it, so there is nothing to continue")
     return tokens
@@ -252,34 +249,28 @@ def continue_one(trained: Trained, prompt: Sequence[int], request: Request) -> s
     return "".join(pieces)
 
 
-def continue_many(
-    trained: Trained, prompts: Sequence[Sequence[int]], request: Request, batch_size: int
-) -> Iterator[str]:
-    """Yield what follows each prompt, in their order, batch by batch."""
+def answer_all(trained: Trained, records: Sequence[Record], request: Request, batch_size: int) -> None:
+    """Print each record as a JSON line with what follows it, batch by batch. Raises TitaniteError."""
+    prompts = [encode_record(trained.tokenizer, record) for record in records]
+    warn_if_longer(trained, max(map(len, prompts)), request)
     for first in range(0, len(prompts), batch_size):
         batch = prompts[first : first + batch_size]
         texts = [""] * len(batch)
         seeded = replace(request, seed=request.seed + first)
         for row, text in stream_texts(trained, batch, seeded):
             texts[row] += text
-        yield from texts
+        for record, text in zip(records[first:], texts, strict=False):
+            answered = record | {"completion": text}
+            if "messages" in record:
+                answered = {"messages": [*record["messages"], {"role": "assistant", "content": text}]}
+            print(json.dumps(answered, ensure_ascii=False), flush=True)
 
 
-def print_completions(trained: Trained, prompts: Sequence[str], request: Request, batch_size: int) -> None:
-    """Print a JSON line for each prompt."""
-    ids = [trained.tokenizer.encode(prompt) for prompt in prompts]
-    for prompt, text in zip(prompts, continue_many(trained, ids, request, batch_size), strict=True):
-        print(json.dumps({"prompt": prompt, "completion": text}, ensure_ascii=False), flush=True)
-
-
-def print_answers(trained: Trained, chats: Sequence[list[dict]], request: Request, batch_size: int) -> None:
-    """Print a JSON line for each conversation, with the answer at its end. Raises TitaniteError."""
-    template = chat_of(trained.tokenizer)
-    ids = [template.encode(messages, add_generation_prompt=True) for messages in chats]
-    warn_if_longer(trained, max(map(len, ids), default=0), request)
-    for messages, text in zip(chats, continue_many(trained, ids, request, batch_size), strict=True):
-        answered = [*messages, {"role": "assistant", "content": text}]
-        print(json.dumps({"messages": answered}, ensure_ascii=False), flush=True)
+def encode_record(tokenizer: Tokenizer, record: Record) -> list[int]:
+    """The tokens of a prompt, or of a conversation up to where its answer begins. Raises TitaniteError."""
+    if "prompt" in record:
+        return check_prompt("prompt", record["prompt"], tokenizer)
+    return chat_of(tokenizer).encode(record["messages"], add_generation_prompt=True)
 
 
 def chat(trained: Trained, system: str, request: Request) -> None:
@@ -290,7 +281,7 @@ def chat(trained: Trained, system: str, request: Request) -> None:
             line = input("> ")
             line.encode()  # raises if it is not UTF-8
             turn = [*messages, {"role": "user", "content": line}]
-            prompt = chat_of(trained.tokenizer).encode(turn, add_generation_prompt=True)
+            prompt = encode_record(trained.tokenizer, {"messages": turn})
         except EOFError:
             return
         except (TitaniteError, UnicodeError) as error:
@@ -301,31 +292,30 @@ def chat(trained: Trained, system: str, request: Request) -> None:
         messages = [*turn, {"role": "assistant", "content": answer}]
 
 
-def read_lines(file: Path, needed: str, value_of: Callable[[Any], T]) -> list[T]:
-    """`value_of` the JSON of every line of a file. Raises ConfigError that names the line."""
-    values = []
+def read_lines(file: Path, needed: str, record_of: Callable[[Any], Record]) -> list[Record]:
+    """`record_of` the JSON of every line of a file. Raises ConfigError that names the line."""
+    records = []
     with file_errors(), file.open("rb") as lines:  # as bytes, since JSON may hold other line ends
         for number, line in enumerate(lines, start=1):
             try:
-                values.append(value_of(json.loads(line)))
+                records.append(record_of(json.loads(line)))
             except (ValueError, KeyError, TypeError, AttributeError, TitaniteError) as error:
                 raise ConfigError(f"{file}, line {number}: must be an object with {needed}: {error!r}") from None
-    if not values:
+    if not records:
         raise ConfigError(f"{file}: holds no prompts")
-    return values
+    return records
 
 
-def prompt_of(record: Any) -> str:
-    """The text of a line of `--prompts-file`."""
-    prompt = record["prompt"]
-    prompt.encode()  # raises if it is no text, or has lone surrogates
-    return prompt
+def prompt_of(record: Any) -> Record:
+    """The prompt of a line of `--prompts-file`."""
+    record["prompt"].encode()  # raises if it is no text, or has lone surrogates
+    return {"prompt": record["prompt"]}
 
 
-def messages_of(record: Any) -> list[dict]:
+def messages_of(record: Any) -> Record:
     """The conversation of a line of `--chats-file`, as data.prepare reads it."""
     messages, *_ = read_conversation(record)
-    return messages
+    return {"messages": messages}
 
 
 def main(argv: list[str]) -> None:
@@ -338,11 +328,9 @@ def main(argv: list[str]) -> None:
     what.add_argument("--chat", action="store_true", help="a conversation by the model's chat template")
     what.add_argument("--chats-file", type=Path, help='jsonl with "messages" in each line, to be answered')
     parser.add_argument("--system", default="", help="system message of the chat")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens per prompt or answer (%(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest token (default %(default)s)")
-    parser.add_argument("--top-k", type=int, default=50, help="draw among the k likeliest, 0: all (%(default)s)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="draw among the likeliest that make p (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the first prompt, the next one's is one more")
+    for name, about in OPTIONS.items():
+        default = getattr(Request, name)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default, help=about)
     parser.add_argument("--stop", action="append", default=[], help="text or special token that ends it; repeatable")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts continued together (default %(default)s)")
     arguments = parser.parse_args(argv)
@@ -350,38 +338,28 @@ def main(argv: list[str]) -> None:
         parser.error(f"--batch-size {arguments.batch_size}: must be at least 1")
     if arguments.system and not arguments.chat:
         parser.error("--system is for --chat")
-    request = Request(
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        max_tokens=arguments.max_tokens,
-        stops=tuple(arguments.stop),
-    )
-    prompts = arguments.prompt or []
-    chats = []
+    options = {name: getattr(arguments, name) for name in OPTIONS}
+    request = Request(**options, stops=tuple(arguments.stop))
+    records = [{"prompt": prompt} for prompt in arguments.prompt or []]
     if arguments.prompts_file:
-        prompts = read_lines(arguments.prompts_file, 'a text "prompt"', prompt_of)
+        records = read_lines(arguments.prompts_file, 'a text "prompt"', prompt_of)
     if arguments.chats_file:
-        chats = read_lines(arguments.chats_file, '"messages"', messages_of)
+        records = read_lines(arguments.chats_file, '"messages"', messages_of)
 
     trained = load_from_arguments(arguments)
     stop_ids = {trained.tokenizer.eos_id}
-    if arguments.chat or chats:
-        stop_ids.update(chat_of(trained.tokenizer).stop_ids)
+    if arguments.chat or arguments.chats_file:
+        stop_ids |= chat_of(trained.tokenizer).stop_ids
     request = replace(request, stop_ids=frozenset(stop_ids))
-    if prompts:
-        lengths = [check_prompt("prompt", prompt, trained.tokenizer) for prompt in prompts]
-        warn_if_longer(trained, max(lengths), request)
     if arguments.chat:
         chat(trained, arguments.system, request)
-    elif chats:
-        print_answers(trained, chats, request, arguments.batch_size)
-    elif arguments.prompts_file or len(prompts) > 1:
-        print_completions(trained, prompts, request, arguments.batch_size)
+    elif arguments.prompt and len(records) == 1:
+        prompt = encode_record(trained.tokenizer, records[0])
+        warn_if_longer(trained, len(prompt), request)
+        print(arguments.prompt[0], end="", flush=True)
+        continue_one(trained, prompt, request)
     else:
-        print(prompts[0], end="", flush=True)
-        continue_one(trained, trained.tokenizer.encode(prompts[0]), request)
+        answer_all(trained, records, request, arguments.batch_size)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from functools import cached_property, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from config import TitaniteError
+from data.conversations import read_conversation
 from data.packing import HIDDEN, START
 from data.tokenizer import Tokenizer
 
@@ -94,16 +96,15 @@ class ChatTemplate:
     def _find_forms(self) -> tuple[list[Any] | None, bool]:
         """What the template takes: no tools as None or as [], and whether it wants contents in parts."""
         forms: list[tuple[list[Any] | None, bool]] = [(None, False), (None, True), ([], False), ([], True)]
-        for no_tools, in_parts in forms:
-            self._no_tools = no_tools
-            self._in_parts = in_parts
+        for form in forms:
+            self._no_tools, self._in_parts = form
             try:
                 if ANSWER["content"] in self.render([ASKED, ANSWER]):
-                    return no_tools, in_parts
+                    return form
             except TitaniteError as error:
                 if str(error).startswith(NO_TEMPLATE):
                     raise
-        return None, False
+        return forms[0]
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, add_generation_prompt: bool = False) -> str:
         """The conversation as text, with a generation prompt up to where an answer begins. Raises TitaniteError."""
@@ -111,7 +112,7 @@ class ChatTemplate:
 
     def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> list[int]:
         """The token ids of the conversation. Raises TitaniteError."""
-        checked, _ = self._checked(messages, None)
+        checked, _ = self._checked(messages)
         return self._apply(checked, None, return_dict=False, add_generation_prompt=add_generation_prompt)
 
     def _apply(self, messages: Sequence[Message], tools: Any, **options: Any) -> Any:
@@ -135,6 +136,7 @@ class ChatTemplate:
         self,
         messages: Sequence[Message],
         tools: Any = None,
+        *,
         train_eos: bool = False,
         counts: Counter[str] | None = None,
     ) -> list[Example]:
@@ -299,35 +301,23 @@ class ChatTemplate:
 
     # ---------------------------------------------------------------- conversations as templates expect them
 
-    def _checked(self, messages: Any, tools: Any) -> tuple[list[Message], Any]:
-        """Copies whose arguments of calls are objects, unless the template prints them as they are.
+    def _checked(self, messages: Any, tools: Any = None) -> tuple[list[Message], Any]:
+        """The conversation as read, the arguments of calls as objects unless the template prints them as they are.
 
-        Raises TitaniteError for what is no conversation, an empty answer, or one that spells out a special token.
+        Raises TitaniteError for what is no conversation, or for one that spells out a special token.
         """
-        if not isinstance(messages, list | tuple) or not messages:
-            raise TitaniteError(f"messages = {repr(messages)[:80]}: must be a list of messages, at least one")
-        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            raise TitaniteError(f"tools = {repr(tools)[:80]}: must be a list of objects")
-        text = json.dumps([messages, tools], ensure_ascii=False)
+        read = read_conversation({"messages": messages or [], "tools": tools})
+        text = json.dumps(read, ensure_ascii=False)
         spelt = [token for token in self._special if token in text]
         if spelt:
             raise TitaniteError(f"a message spells out {spelt[0]!r}, which would become that special token")
-        return [self._checked_message(message) for message in json.loads(text)[0]], tools
-
-    def _checked_message(self, message: Any) -> Message:
-        items = message.items() if isinstance(message, dict) else ()
-        given = {key: value for key, value in items if value is not None}
-        if given.get("tool_calls"):
-            given.setdefault("content", "")
-        if not (isinstance(given.get("role"), str) and isinstance(given.get("content"), str)):
-            raise TitaniteError(f'message {repr(message)[:80]}: must have a "role" and a string "content"')
-        if given.get("weight", 1) not in (0, 1):
-            raise TitaniteError(f"weight = {given['weight']!r}: must be 1, or 0 for an answer not to be trained")
-        if given["role"] == "function" and self._knows_tools:
-            given["role"] = "tool"
-        if not self._prints_arguments:
-            _parse_arguments(given.get("tool_calls", ()))
-        return given
+        messages, tools = [*read, None][:2]
+        for message in messages:
+            if message["role"] == "function" and self._knows_tools:
+                message["role"] = "tool"
+            if not self._prints_arguments:
+                _parse_arguments(message.get("tool_calls", ()))
+        return messages, tools
 
     @cached_property
     def _knows_tools(self) -> bool:
@@ -451,8 +441,7 @@ def _with_own_words(message: Message, words: str) -> Message:
     """A message of the same shape that says, or calls, only `words`."""
     if not message.get("tool_calls"):
         return {**message, "content": words}
-    copy = json.loads(json.dumps(message))
-    copy["content"] = ""
+    copy = deepcopy({**message, "content": ""})
     for function in _functions(copy):
         function["name"] = words
         arguments = function.get("arguments")
@@ -481,13 +470,11 @@ def encode_examples(
     made = []
     for text in texts:
         values = json.loads(text)
-        first = values[0]
-        second = values[1] if len(values) > 1 else None
         try:
             if format == "chat":
-                examples = chat_of(tokenizer).examples(first, second, train_eos, counts)
+                examples = chat_of(tokenizer).examples(*values, train_eos=train_eos, counts=counts)
             else:
-                examples = [_pair(tokenizer, first, second)]
+                examples = [_pair(tokenizer, *values)]
         except TitaniteError as error:
             raise TitaniteError(f"{error}; in the example {text[:100]}") from None
         made.append([_with_bits(example) for example in examples])

@@ -40,33 +40,28 @@ def read_conversation(record: Record, key: str = "messages") -> list[Any]:
     found = _find_messages(record, key)
     if found is None:
         return [None]
-    messages = _with_system(record, found)
+    if not isinstance(found, list) or not found:
+        raise DataError(f"messages = {repr(found)[:80]}: must be a list of messages, at least one")
+    messages = _with_system(record, [_message(message) for message in found])
     tools = _tools(record.get("tools"))
     return [messages, tools] if tools else [messages]
 
 
 def _find_messages(record: Record, key: str) -> Any:
-    """The messages of a record: those of `key`, or in place of "messages" those of another project's columns."""
+    """What a record holds under `key`, or in place of "messages" in another project's columns."""
     if key != "messages" or "messages" in record:
-        return _messages(record.get(key))
+        return record.get(key)
     if "conversations" in record:
-        return _messages(record["conversations"])
+        return record["conversations"]
     if isinstance(record.get("prompt"), list) and isinstance(record.get("completion"), list):
-        prompt = [message | _untrained(message) for message in _messages(record["prompt"])]
-        return prompt + _messages(record["completion"])
+        prompt = [_message(message) for message in record["prompt"]]
+        for message in prompt:
+            if message["role"] == "assistant":
+                message["weight"] = 0
+        return prompt + record["completion"]
     if "instruction" in record and "output" in record:
         return _alpaca(record)
     return None
-
-
-def _messages(given: Any) -> Any:
-    if not isinstance(given, list):
-        return given
-    return [_message(message) for message in given]
-
-
-def _untrained(message: Message) -> Message:
-    return {"weight": 0} if message["role"] == "assistant" else {}
 
 
 def _alpaca(record: Record) -> list[Message]:
@@ -103,10 +98,10 @@ def read_pair(record: Record, keys: Sequence[str]) -> list[Any]:
     return [record.get(key) for key in keys]
 
 
-def _with_system(record: Record, messages: Any) -> Any:
+def _with_system(record: Record, messages: list[Message]) -> list[Message]:
     """The messages, begun by the system prompt of the record's own column."""
     system = record.get("system")
-    if not system or not isinstance(messages, list):
+    if not system:
         return messages
     if not isinstance(system, str):
         raise DataError(f"system = {repr(system)[:80]}: must be a text")
@@ -139,10 +134,9 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     return tool
 
 
-def _message(message: Any) -> Message:
+def _message(given: Any) -> Message:
     """A message as templates expect it: role and content, its parts as one text, "" if there is only a call."""
-    if not isinstance(message, dict):
-        raise DataError(f'message {repr(message)[:80]}: must have a "role" and a "content"')
+    message = given if isinstance(given, dict) else {}
     if "from" in message and "role" not in message:
         message = {SHAREGPT.get(key, key): value for key, value in message.items()}
         known = {*ROLES, *ROLES.values(), "function"}
@@ -152,12 +146,15 @@ def _message(message: Any) -> Message:
     message = message | {"role": ROLES.get(str(role), role)} | _weight(message)
     message.pop("train", None)
     if role == "function_call":
-        return message | _call(message.get("content"))
-    content = message.get("content")
-    if isinstance(content, list):
-        message["content"] = "".join(_text_of_part(part) for part in content)
-    elif content is None and message.get("tool_calls"):
-        message["content"] = ""
+        message |= _call(message.get("content"))
+    elif message.get("tool_calls"):
+        message.setdefault("content", "")
+    if isinstance(message.get("content"), list):
+        message["content"] = "".join(_text_of_part(part) for part in message["content"])
+    if not (isinstance(role, str) and isinstance(message.get("content"), str)):
+        raise DataError(f'message {repr(given)[:80]}: must have a "role" and a string "content"')
+    if message.get("weight", 1) not in (0, 1):
+        raise DataError(f"weight = {message['weight']!r}: must be 1, or 0 for an answer not to be trained")
     return message
 
 

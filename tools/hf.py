@@ -104,10 +104,30 @@ def write_companions(
     files = dict(given)
     generation = declared.get("generation_config") or json_object(given.get(GENERATION, b"{}"), GENERATION)
     tokens = json_object(given.get(CONFIG, b"{}"), CONFIG)
+    # A bos for a tokenizer that declares none: what it puts before a text, or its eos, as in GPT-2, since ctranslate2
+    # takes no null. Not if the chat template mentions a bos, which it would then print.
+    first = None if "bos_token" in tokenizer.chat_template else tokenizer.eos_token
+    if tokenizer.prefix:
+        first = tokenizer.raw.id_to_token(tokenizer.prefix[0])
     if not declared:
-        tokens = _completed(tokens, tokenizer, config["max_position_embeddings"])
+        made = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": tokenizer.eos_token,
+            "model_max_length": config["max_position_embeddings"],
+            "clean_up_tokenization_spaces": False,
+            **({"bos_token": first} if first else {}),
+        }
+        tokens = made | {key: value for key, value in tokens.items() if value is not None}
         files[CONFIG] = _json_bytes(tokens)
-    ids = _token_ids(tokens, tokenizer, {**declared.get("imported", {}), **generation})
+    known = {**declared.get("imported", {}), **generation}
+    ends = known.get("eos_token_id")
+    ends = [*(ends if isinstance(ends, list) else [ends]), *sorted({tokenizer.eos_id, *_answer_ends(tokenizer)})]
+    ends = list(dict.fromkeys(end for end in ends if end is not None))
+    ids: dict[str, Any] = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
+    for key, default in {"bos_token": first, "pad_token": None}.items():
+        found = [tokenizer.raw.token_to_id(text) for text in (content_of(tokens.get(key)), default) if text]
+        found = [id for id in (known.get(f"{key}_id"), *found) if id is not None]
+        ids[f"{key}_id"] = found[0] if found else None  # null if there is none: transformers takes 1 as bos
     files["config.json"] = _json_bytes(config | ids)
     files[GENERATION] = _json_bytes(generation | ids)
     for file, content in files.items():
@@ -116,46 +136,6 @@ def write_companions(
 
 def _json_bytes(values: Mapping[str, Any]) -> bytes:
     return f"{json.dumps(values, indent=2)}\n".encode()
-
-
-def _completed(given: Mapping[str, Any], tokenizer: Tokenizer, max_length: int) -> dict[str, Any]:
-    """The fields of tokenizer_config.json with what AutoTokenizer needs, for a tokenizer of our own."""
-    tokens: dict[str, Any] = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": tokenizer.eos_token,
-        "model_max_length": max_length,
-        "clean_up_tokenization_spaces": False,
-    }
-    first = _first_id(tokenizer)
-    if first is not None:
-        tokens["bos_token"] = tokenizer.raw.id_to_token(first)
-    return tokens | {key: value for key, value in given.items() if value is not None}
-
-
-def _first_id(tokenizer: Tokenizer) -> int | None:
-    """A bos for a tokenizer that declares none: what it puts before a text, or its eos, as in GPT-2.
-
-    None if the chat template mentions a bos, which it would then print.
-    """
-    if tokenizer.prefix:
-        return tokenizer.prefix[0]
-    return None if "bos_token" in tokenizer.chat_template else tokenizer.eos_id  # ctranslate2 takes no null
-
-
-def _token_ids(tokens: Mapping[str, Any], tokenizer: Tokenizer, declared: Mapping[str, Any]) -> dict[str, Any]:
-    """The ids in config.json and generation_config.json: those declared, and where the chat template ends answers."""
-    known = declared.get("eos_token_id")
-    ends = known if isinstance(known, list) else [known]
-    ends = [*ends, *sorted({tokenizer.eos_id, *_answer_ends(tokenizer)})]
-    ends = list(dict.fromkeys(token for token in ends if token is not None))
-    ids: dict[str, Any] = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
-    for key in ("bos_token", "pad_token"):
-        own = tokenizer.raw.token_to_id(content_of(tokens.get(key)) or "")
-        id = declared.get(f"{key}_id")
-        ids[f"{key}_id"] = own if id is None else id  # null if there is none: transformers takes 1 as bos
-    if ids["bos_token_id"] is None:
-        ids["bos_token_id"] = _first_id(tokenizer)
-    return ids
 
 
 def _answer_ends(tokenizer: Tokenizer) -> frozenset[int]:
