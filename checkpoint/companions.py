@@ -6,7 +6,7 @@ from typing import Any
 from checkpoint import CheckpointError
 from checkpoint.branch import split_place
 from checkpoint.manifest import Opened, read_small
-from data.tokenizer import FILES, TOKENIZER, Tokenizer, parse_tokenizer
+from data.tokenizer import FILES, TOKENIZER, Tokenizer, parse_tokenizer, read_files
 
 GENERATION = "generation_config.json"
 DECLARED = ("imported", "generation_config")  # keys of a manifest: config.json and generation_config.json of an import
@@ -14,7 +14,7 @@ COMPANIONS = (*FILES, GENERATION)  # copied unchanged, by `tools.hf` to Hugging 
 
 
 def find_tokenizer(
-    opened: Opened, place: str, named: Path | None, vocab_size: int
+    opened: Opened, place: str, named: str | Path | None, vocab_size: int
 ) -> tuple[Tokenizer, dict[str, bytes]]:
     """The tokenizer of a checkpoint and its files, name → content. Raises TitaniteError if it exceeds `vocab_size`."""
     origin, companions = _find_companions(opened, place, named)
@@ -27,7 +27,7 @@ def find_tokenizer(
     return tokenizer, companions
 
 
-def _find_companions(opened: Opened, place: str, named: Path | None) -> tuple[str, dict[str, bytes]]:
+def _find_companions(opened: Opened, place: str, named: str | Path | None) -> tuple[str, dict[str, bytes]]:
     """Where the tokenizer's files are, and name → content; {} if there are none.
 
     Looks in `named`, a tokenizer.json or its folder; without it in the checkpoint, `place`, two
@@ -38,24 +38,20 @@ def _find_companions(opened: Opened, place: str, named: Path | None) -> tuple[st
         files = {file: read_small(opened.store, opened.name, file, digest) for file, digest in digests.items()}
         return opened.url, files
     if named:
-        folders = [named.parent if named.name == TOKENIZER else named]
+        file = Path(named)
+        folders = [file.parent if file.name == TOKENIZER else file]
     else:
         folder = Path(split_place(place)[0])
         folders = [folder, *folder.absolute().parents[:2]]
     for folder in folders:
         if (folder / TOKENIZER).is_file():
-            return str(folder), read_companions(folder)
+            return str(folder), read_files(folder, COMPANIONS)
     return str(named or place), {}
 
 
 def declared_by(opened: Opened) -> dict[str, Any]:
     """What the Hugging Face model that a checkpoint comes from declared; {} if it comes from none."""
     return {key: opened.manifest[key] for key in DECLARED if key in opened.manifest}
-
-
-def read_companions(folder: Path) -> dict[str, bytes]:
-    """Name → content of the COMPANIONS in a folder."""
-    return {file: (folder / file).read_bytes() for file in COMPANIONS if (folder / file).is_file()}
 
 
 def check_vocabulary(tokenizer: Tokenizer, place: str, opened: Opened) -> None:

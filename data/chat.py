@@ -90,7 +90,7 @@ class ChatTemplate:
         added = self._theirs.added_tokens_decoder
         self._added = frozenset(added)
         self._special = [token.content for token in added.values() if token.special]
-        self._vanishing: dict[tuple[Any, ...], dict[int, str]] = {}  # see `_unprinted`
+        self._vanishing: dict[tuple[Any, ...], set[int]] = {}  # see `_unprinted`
         self._no_tools, self._in_parts = self._find_forms()
 
     def _find_forms(self) -> tuple[list[Any] | None, bool]:
@@ -264,39 +264,38 @@ class ChatTemplate:
         missing = []
         for place, message in enumerate(messages):
             thoughts, content = _thoughts_and_content(message)
-            lost = unprinted.get(place, "")
-            if not lost and not is_there(content):
+            says = message["content"] or message.get("tool_calls")
+            lost = ""
+            if says and place in unprinted:
+                lost = json.dumps(says, ensure_ascii=False)
+            elif not is_there(content):
                 lost = content
-            if not lost and not is_there(thoughts):
+            elif not is_there(thoughts):
                 counts["thoughts"] += 1
                 lost = thoughts if place == len(messages) - 1 else ""
             if lost:
                 missing.append(f"the message of role {message['role']!r}: {lost[:60]!r}")
-        if tools and not all(is_there(_name_of(tool)) for tool in tools):
+        if tools and not all(is_there(str(_function(tool).get("name", ""))) for tool in tools):
             missing.append("the tools")
         if missing:
             advice = "--chat-template FILE takes another"
             raise TitaniteError(f"chat template: does not print {', '.join(missing)}; {advice}")
 
-    def _unprinted(self, messages: Sequence[Message], tools: Any) -> dict[int, str]:
-        """Place → content or calls of each message that the template never prints, whatever its text is.
+    def _unprinted(self, messages: Sequence[Message], tools: Any) -> set[int]:
+        """Places of messages that the template never prints, whatever they say or call.
 
         The same words may stand in another message, so each gets words of its own. Once for conversations of a shape.
         """
-        shape = (bool(tools), *((m["role"], bool(m.get("content")), len(m.get("tool_calls", ()))) for m in messages))
+        shape = (bool(tools), *((m["role"], bool(m["content"]), len(m.get("tool_calls", ()))) for m in messages))
         if shape not in self._vanishing:
             marked = [_with_own_words(message, f"zq{place}zq") for place, message in enumerate(messages)]
-            answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
             found = ""
-            for i in reversed(answers):
-                with suppress(TitaniteError):  # of a template that reads what it prints
-                    found += self.render(marked[: i + 1], tools)
-            lost = {}
-            for place, message in enumerate(messages):
-                says = message.get("content") or message.get("tool_calls")
-                if found and says and f"zq{place}zq" not in found:
-                    lost[place] = json.dumps(says, ensure_ascii=False)
-            self._vanishing[shape] = lost
+            for i, message in enumerate(messages, start=1):
+                if message["role"] == "assistant":
+                    with suppress(TitaniteError):  # of a template that reads what it prints
+                        found += self.render(marked[:i], tools)
+            lost = {place for place in range(len(messages)) if f"zq{place}zq" not in found}
+            self._vanishing[shape] = lost if found else set()
         return self._vanishing[shape]
 
     # ---------------------------------------------------------------- conversations as templates expect them
@@ -411,7 +410,7 @@ def _parse_arguments(calls: Any) -> None:
     """Turn the arguments of calls that are JSON text into objects, in place."""
     try:
         for call in calls:
-            function = call.get("function", call)
+            function = _function(call)
             if isinstance(function.get("arguments"), str):
                 function["arguments"] = json.loads(function["arguments"])
     except (AttributeError, TypeError, ValueError):
@@ -429,12 +428,9 @@ def _thoughts_and_content(message: Message) -> tuple[str, str]:
     return str(thoughts), content
 
 
-def _functions(message: Message) -> list[dict[str, Any]]:
-    return [call.get("function", call) for call in message.get("tool_calls", ())]
-
-
-def _name_of(tool: dict[str, Any]) -> str:
-    return str(tool.get("function", tool).get("name", ""))
+def _function(given: dict[str, Any]) -> dict[str, Any]:
+    """What is called, or offered: of a tool or a call, which may be the bare function."""
+    return given.get("function", given)
 
 
 def _with_own_words(message: Message, words: str) -> Message:
@@ -442,7 +438,8 @@ def _with_own_words(message: Message, words: str) -> Message:
     if not message.get("tool_calls"):
         return {**message, "content": words}
     copy = deepcopy({**message, "content": ""})
-    for function in _functions(copy):
+    for call in copy["tool_calls"]:
+        function = _function(call)
         function["name"] = words
         arguments = function.get("arguments")
         function["arguments"] = f'"{words}"'

@@ -142,9 +142,9 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
     return parse_tokenizer(files, str(file.parent), eos_token)
 
 
-def read_files(folder: Path) -> dict[str, bytes]:
-    """Name → content of the tokenizer's files in a folder."""
-    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+def read_files(folder: Path, names: Iterable[str] = FILES) -> dict[str, bytes]:
+    """Name → content of those of `names`, by default the tokenizer's files, that a folder has."""
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
 def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = "") -> Tokenizer:

@@ -2,7 +2,6 @@
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -49,7 +48,7 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
 
     def fill(opened: Opened) -> Trained:
         spec, flavor = recorded_model(opened.manifest["identity"])
-        text, _ = find_tokenizer(opened, place, Path(tokenizer) if tokenizer else None, flavor.vocab_size)
+        text, _ = find_tokenizer(opened, place, tokenizer, flavor.vocab_size)
         model = build_model(spec, flavor).to(dtype).to_empty(device=device).eval()
         tensors = model_tensors([model])
         check_same_names(opened, tensors)

@@ -32,9 +32,9 @@ def main(argv: list[str]) -> int:
     if find_spec("lm_eval") is None:
         raise TitaniteError("lm_eval is not installed; evaluation needs: pip install -r requirements-eval.txt")
     with TemporaryDirectory() as temporary:
-        folder, dtype = Path(temporary, "exported"), arguments.dtype
-        tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else None
-        export_model(arguments.place, folder, dtype=dtype, tokenizer=tokenizer)
+        folder = Path(temporary, "exported")
+        dtype = arguments.dtype
+        export_model(arguments.place, folder, dtype=dtype, tokenizer=arguments.tokenizer)
         model = ["--model=hf", f"--model_args=pretrained={folder},dtype={dtype}", f"--device={device_type()}"]
         command = [sys.executable, "-m", "lm_eval", "run", *model, f"--tasks={arguments.tasks}", "--batch_size=16"]
         return subprocess.run([*command, *options]).returncode

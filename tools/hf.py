@@ -28,14 +28,14 @@ from torch.distributed.checkpoint.planner import WriteItem
 from tqdm import tqdm
 
 from checkpoint import CheckpointError
-from checkpoint.companions import GENERATION, declared_by, find_tokenizer, read_companions
+from checkpoint.companions import COMPANIONS, GENERATION, declared_by, find_tokenizer
 from checkpoint.files import plan_rows, read_state, write_items
 from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import MANIFEST, Manifest, Opened, commit, open_stock, sha256
 from checkpoint.state import model_tensors
 from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors
 from data.chat import chat_of, transformers_version
-from data.tokenizer import CONFIG, TOKENIZER, Tokenizer, content_of, json_object
+from data.tokenizer import CONFIG, TOKENIZER, Tokenizer, content_of, json_object, read_files
 from metrics import quiet_noisy_loggers
 from models import MODELS, build_model, recorded_model
 from models.trained import longest_sequence
@@ -50,11 +50,11 @@ logger = logging.getLogger(__name__)
 
 
 def export_model(
-    place: str, folder: Path, *, dtype: str = "bfloat16", tokenizer: Path | None = None, file_bytes: int = FILE_BYTES
+    place: str, folder: Path, *, dtype: str = "bfloat16", tokenizer: str | Path = "", file_bytes: int = FILE_BYTES
 ) -> None:
     """Write the newest intact checkpoint at `place` to the new folder `folder`, which appears once it is whole.
 
-    A file of about `file_bytes` at a time is in memory. `tokenizer` is a tokenizer.json or its folder; None: the run's
+    A file of about `file_bytes` at a time is in memory. `tokenizer` is a tokenizer.json or its folder; "": the run's
     own. Raises TitaniteError.
     """
     if folder.exists():
@@ -193,7 +193,7 @@ def import_model(folder: Path, place: str) -> None:
     model = build_model(spec, flavor)
     names = spec.hf.hf_names(flavor, weights.keys())
     plan = plan_rows(typed_like_files(model, names, weights), PIECE_BYTES)
-    companions = read_companions(folder)
+    companions = read_files(folder, COMPANIONS)
     facts: dict[str, Any] = {
         "step": 0,
         "world_size": 1,
@@ -328,7 +328,7 @@ def main(argv: list[str]) -> None:
     out.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one; RUN@best, RUN@STEP")
     out.add_argument("folder", type=output_path, metavar="HF_FOLDER", help="new folder")
     out.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="(%(default)s)")
-    out.add_argument("--tokenizer", type=Path, help="tokenizer.json or its folder; default: the run's own")
+    out.add_argument("--tokenizer", default="", help="tokenizer.json or its folder; default: the run's own")
     back = commands.add_parser("import", help="a Hugging Face or torchtitan Llama as a checkpoint to start from")
     back.add_argument("origin", metavar="ORIGIN", help="config.json and safetensors files, or torchtitan's checkpoint")
     back.add_argument("place", metavar="CHECKPOINT", help="new folder or s3://bucket/prefix")
