@@ -415,7 +415,7 @@ def test_conversations_that_cannot_be_used_are_left_out(tmp_path: Path, capsys: 
     assert "left out, listed in bad_records.txt: 4\n" in capsys.readouterr().out
     places = [line.split(":")[0] for line in (folder / "bad_records.txt").read_text().splitlines()]
     begins = [sum(len(json.dumps(row)) + 1 for row in rows[:number]) for number in (1, 2, 3, 4)]
-    assert places == [f"{tmp_path}/a.jsonl, line at byte {begin}" for begin in begins]
+    assert sorted(places) == sorted(f"{tmp_path}/a.jsonl, line at byte {begin}" for begin in begins)
     ((packed,),) = stored_blocks(folder)
     assert sum(bool(token & START) for token in packed) == 2, "two examples, which fill the row"
 

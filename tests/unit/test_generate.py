@@ -73,7 +73,6 @@ def test_attention_reads_what_is_filled_and_finished_rows_leave(monkeypatch: pyt
     model = ours_from(hf_model("llama3"))
     prompts = prompts_of(5, 12, 3)
     alone = [tokens_of(model, [prompt], 6, seed=row)[0] for row, prompt in enumerate(prompts)]
-    monkeypatch.setattr("generate.DRAWS", 3)  # random numbers do not depend on how many are made at once
     finished, read = set[int](), []
     layer, attend = model.layers["0"].attention, model.layers["0"].attention.attend
     monkeypatch.setattr(layer, "attend", lambda q, k, *rest: read.append((len(k), k.shape[2])) or attend(q, k, *rest))
