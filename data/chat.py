@@ -216,18 +216,13 @@ class ChatTemplate:
         encoding = self._theirs(whole, add_special_tokens=False).encodings[0]
         ids = encoding.ids
         places = [place for place, token in enumerate(ids) if token in self._added]
-        spans = [encoding.token_to_chars(place) for place in places]
+        spans = [(0, 0), *(encoding.token_to_chars(place) for place in places)]
         kept = []
         ends = []
         for text in texts:
-            shared = _shared(whole, text)
-            before = bisect_right(spans, shared, key=itemgetter(1))  # added tokens in it
-            place = 0
-            if before:
-                place = places[before - 1]
-                text = text[spans[before - 1][0] :]
-            kept.append(place)
-            ends.append(text)
+            last = bisect_right(spans, _shared(whole, text), key=itemgetter(1)) - 1  # added token in what is shared
+            kept.append([0, *places][last])
+            ends.append(text[spans[last][0] :])
         return ids, [place + _shared(ids[place:], end) for place, end in zip(kept, self._ids(ends), strict=True)]
 
     @cached_property

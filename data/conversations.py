@@ -88,10 +88,8 @@ def read_pair(record: Record, keys: Sequence[str]) -> list[Any]:
     """[prompt, response] of a record, by its keys or Alpaca's three."""
     keys = tuple(keys)
     in_place = keys == PAIR and not any(key in record for key in PAIR)
-    if keys == ("instruction", "output") or (in_place and "instruction" in record):
-        question = None
-        if "instruction" in record:
-            question = alpaca_question(record)
+    if "instruction" in record and (in_place or keys == ("instruction", "output")):
+        question = alpaca_question(record)
         if isinstance(question, str):
             question += "\n"
         return [question, record.get("output")]
@@ -143,8 +141,9 @@ def _message(given: Any) -> Message:
         if message["role"] not in known:
             raise DataError(f"a message is from {message['role']!r}, not from one of {', '.join(sorted(known))}")
     role = message.get("role")
-    message = message | {"role": ROLES.get(str(role), role)} | _weight(message)
-    message.pop("train", None)
+    message = message | {"role": ROLES.get(str(role), role)}
+    if "train" in message:
+        message["weight"] = _weight(message.pop("train"), message["role"])
     if role == "function_call":
         message |= _call(message.get("content"))
     elif message.get("tool_calls"):
@@ -158,16 +157,13 @@ def _message(given: Any) -> Message:
     return message
 
 
-def _weight(message: Message) -> Message:
+def _weight(train: Any, role: Any) -> int:
     """Axolotl's `train` as OpenAI's `weight`."""
-    train = message.get("train")
-    if train is None:
-        return {}
     if not isinstance(train, bool):
         raise DataError(f"train = {train!r}: must be true or false")
-    if train and ROLES.get(str(message.get("role")), message.get("role")) != "assistant":
-        raise DataError(f"train = true: is for the assistant's messages, not for those of {message.get('role')!r}")
-    return {"weight": int(train)}
+    if train and role != "assistant":
+        raise DataError(f"train = true: is for the assistant's messages, not for those of {role!r}")
+    return int(train)
 
 
 def _call(content: Any) -> Message:

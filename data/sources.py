@@ -384,9 +384,8 @@ def _text(record: Any, keys: Sequence[str], format: str, counts: Counter[str]) -
 def _keys_of(record: dict[str, Any], messages: Any) -> set[str]:
     """The keys of a record and, as messages.KEY, of its messages, except those that name its kind."""
     found = set(record) - set(IN_PLACE_OF_MESSAGES)
-    if isinstance(messages, list):
-        for message in messages:
-            found |= {f"messages.{key}" for key in message}
+    for message in messages or []:
+        found |= {f"messages.{key}" for key in message}
     return found
 
 
