@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from huggingface_hub import split_state_dict_into_shards_factory
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -41,16 +41,15 @@ def write_weights(
 ) -> None:  # fmt: skip
     """Write weights as safetensors files of about `file_bytes`, one at a time in memory; an index if there are several.
 
-    `model` gives the shapes; `names`: its parameters' names → Hugging Face's; `read` fills tensors of our names.
+    `model`, on the meta device, gives the shapes; `names`: its parameters' names → Hugging Face's; `read` fills
+    tensors of our names.
     """
     ours = {hf_name: name for name, hf_name in names.items()}
-    sizes = {names[name]: weight.numel() * dtype.itemsize for name, weight in model.named_parameters()}
-    split = split_state_dict_into_shards_factory(
-        sizes, get_storage_size=int, filename_pattern="model{suffix}.safetensors", max_shard_size=file_bytes
-    )
+    shapes = {names[name]: weight.to(dtype) for name, weight in model.named_parameters()}
+    split = split_torch_state_dict_into_shards(shapes, max_shard_size=file_bytes)
     for file, held in tqdm(split.filename_to_tensors.items(), desc="write", disable=None, leave=False):
-        tensors = {n: torch.empty(model.get_parameter(ours[n]).shape, dtype=dtype) for n in held}
-        read({ours[n]: tensor for n, tensor in tensors.items()})
+        tensors = {name: torch.empty_like(shapes[name], device="cpu") for name in held}
+        read({ours[name]: tensor for name, tensor in tensors.items()})
         if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
             raise CheckpointError(f"{broken[0]} is not finite in {dtype}; try another --dtype")
         save_file(tensors, folder / file, {"format": "pt"})
