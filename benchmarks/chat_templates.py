@@ -55,7 +55,7 @@ USED: list[dict[str, Any]] = [
 ]
 THOUGHT = {**ANSWERS[0], "reasoning_content": "let me see."}
 THINKING = {**ANSWERS[0], "content": "<think>\nlet me see.\n</think>\n\nthe 1st answer."}
-WORDS = ("be brief.", "1st one.", "1st answer.", "2nd one.", "2nd answer.", "clock", "nine", "let me see.")
+WORDS = ("be brief.", "1st one.", "1st answer.", "2nd one.", "2nd answer.", "clock", "oslo", "nine", "let me see.")
 CASES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]] | None]] = {
     "one turn": ([ASKED[0], ANSWERS[0]], None),
     "two turns": ([ASKED[0], ANSWERS[0], ASKED[1], ANSWERS[1]], None),
@@ -178,8 +178,9 @@ def tokenizers_of_pairs() -> Iterator[tuple[str, Tokenizer]]:
     yield "SentencePiece's BPE", Tokenizer(with_bos(pieces), "</s>", bos_token="<s>", unk_token="<unk>")
     unigram = RawTokenizer(models.Unigram())
     unigram.pre_tokenizer = pre_tokenizers.Metaspace()
-    train["special_tokens"] = ["<unk>", "</s>"]
+    train["special_tokens"] = ["<unk>"]
     unigram.train_from_iterator(texts, trainers.UnigramTrainer(vocab_size=150, unk_token="<unk>", **train))
+    unigram.add_special_tokens(["</s>"])
     yield "Unigram", Tokenizer(unigram, "</s>", unk_token="<unk>")
 
 
