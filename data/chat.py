@@ -158,7 +158,7 @@ class ChatTemplate:
         messages = messages[: answers[-1] + 1]
         if self._marked and not train_eos:
             texts = [self.render(messages, tools)]
-            examples = [self._marked_example(messages, tools)]
+            examples = [self._marked_example(messages, tools, texts[0])]
         else:
             groups = self._grouped([self._turn(messages, tools, i) for i in answers], train_eos)
             texts = [turns[-1].answered for turns in groups]
@@ -229,11 +229,9 @@ class ChatTemplate:
     def _marked(self) -> bool:
         return re.search(r"{%-?\s*generation\s*-?%}", self._theirs.get_chat_template(self._template)) is not None
 
-    def _marked_example(self, messages: Sequence[Message], tools: Any) -> Example:
+    def _marked_example(self, messages: Sequence[Message], tools: Any, text: str) -> Example:
         """What transformers' mask of the assistant's tokens trains, without answers of weight 0."""
-        options = {"return_dict": True, "return_assistant_tokens_mask": True}
-        made = self._apply(messages, tools, **options)
-        text = self.render(messages, tools)
+        made = self._apply(messages, tools, return_dict=True, return_assistant_tokens_mask=True)
         ids = made["input_ids"]
         trained = [bool(own) for own in made["assistant_masks"]]
         for place, message in enumerate(messages):
