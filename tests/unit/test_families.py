@@ -19,6 +19,7 @@ from data.tokenizer import train_tokenizer
 from float8.convert import convert_to_float8
 from generate import Request, generate
 from models.llama import FLAVORS, recorded_flavor
+from models.llama import hf as llama_hf
 from models.llama.hf import from_hf_config, hf_names, to_hf_config
 from models.llama.model import KVCache, Llama, LlamaConfig
 from models.trained import load_trained
@@ -191,6 +192,14 @@ def test_own_float8_kernels_refuse_a_bias() -> None:
 def test_what_cannot_be_run_is_refused_by_name_and_value(edit: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
         from_hf_config({"model_type": "llama", "rms_norm_eps": 1e-5, **SHAPE, **edit})
+
+
+@pytest.mark.parametrize("model_type", llama_hf.FAMILIES)
+def test_fields_that_a_config_leaves_out_are_those_of_transformers(model_type: str) -> None:
+    theirs = AutoConfig.for_model(model_type, use_sliding_window=True).to_dict()
+    theirs |= theirs["rope_parameters"]
+    defaults = llama_hf.FAMILIES[model_type].defaults
+    assert {key: theirs.get(key, value) for key, value in defaults.items()} == defaults
 
 
 def test_a_model_that_no_family_can_express_is_not_exported() -> None:
