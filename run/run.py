@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -43,6 +44,7 @@ from storage import OutageError
 
 logger = logging.getLogger(__name__)
 
+SILENT_SECONDS = 60.0  # of the first step, until a line says what takes so long
 GC_INTERVAL_STEPS = 50  # between two collections of garbage, on all ranks together
 SPEAKER_TIMEOUT_SECONDS = 20  # for ranks to wait until they are ended, while local rank 0 says what is wrong
 
@@ -175,7 +177,17 @@ class TrainingRun:
         self._trace = self._contexts.enter_context(
             profile(config.profiling, self.folder / "profile", rank, step, self.writing)
         )
+        self._silence = threading.Timer(SILENT_SECONDS, self._say_where)
+        self._silence.start()
+        self._contexts.callback(self._silence.cancel)
         gc.disable()  # a collection on one rank stalls all the others, so all collect at the same steps
+
+    def _say_where(self) -> None:
+        where = self.watchdog.current
+        if self.config.compile.enable:
+            where += ", and the first step compiles"
+        stop = f"to stop: touch {self.folder}/stop (after this step), or Ctrl-C until it ends (at once)"
+        logger.info(f"step {self.watchdog.step}: {SILENT_SECONDS:g} s so far, now in {where}; {stop}")
 
     def saved(self, step: int) -> None:
         """Note the checkpoint of a step, in any thread."""
@@ -206,6 +218,7 @@ class TrainingRun:
     def _end_start(self, timeout_seconds: int) -> None:
         """After the first computed step: shorter timeouts, less garbage to collect."""
         self.starting = False
+        self._silence.cancel()
         gc.collect()
         gc.freeze()  # all long-lived objects exist: later collections leave them out
         with self.watchdog.section("start"):

@@ -28,6 +28,7 @@ from data.prepare import main as prepare
 from data.shards import DataError, open_dataset
 from generate import main as generate
 from models import MODELS
+from run.run import TrainingRun
 from run.watchdog import _stack_of
 from tests.harness import run_ranks
 from tests.runs import (
@@ -412,6 +413,41 @@ def test_layouts_change_from_start_to_start(
     assert column(tmp_path, "tokens") == column(single, "tokens")
     torch.testing.assert_close(column(tmp_path, "loss"), column(single, "loss"), rtol=1e-6, atol=0)
     assert prove(tmp_path)[0].startswith(f"{STEPS} steps")
+
+
+def wait_in_first_step(arguments: list[str]) -> None:
+    """train.py in this process, whose first forward waits for a line about it."""
+    reached = threading.Event()
+    said = threading.Event()
+    say = TrainingRun._say_where
+
+    def say_once_reached(run: TrainingRun) -> None:
+        reached.wait(60)
+        say(run)
+        said.set()
+
+    def wait(module: nn.Module, *rest: Any) -> None:
+        if isinstance(module, nn.Embedding):
+            reached.set()
+            said.wait(60)
+
+    nn.modules.module.register_module_forward_hook(wait)
+    with (
+        mock.patch("run.run.SILENT_SECONDS", 0.125),
+        mock.patch.object(TrainingRun, "_say_where", say_once_reached),
+    ):
+        run(arguments)
+
+
+def test_a_long_first_step_says_once_where_it_is_and_how_to_stop_it(
+    small: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launch(1, tmp_path / "run", [*small, "--training.steps=2"], function=wait_in_first_step)
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "so far" in line)
+    assert line[9:] == (
+        "step 1: 0.125 s so far, now in forward/backward; to stop: "
+        f"touch {tmp_path}/run/stop (after this step), or Ctrl-C until it ends (at once)"
+    )
 
 
 def ask_during_validation(arguments: list[str], asked: bool) -> int:
