@@ -16,7 +16,7 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ else:
 
 logger = logging.getLogger(__name__)
 
+FROM_CHECKPOINT = "checkpoint"  # as model.flavor: the shape of checkpoint.initial_load
 # Keys of settings that nobody should write into a config. `sample_token` is none, but a misspelt setting.
 CREDENTIALS = r"secret|password|credential|access_key|api_key|(^|\.|auth_|access_|api_|hf_|session_)token$"
 PATIENCE = 0.8  # share of a collective's timeout after which the watchdog declares the job hung
@@ -136,7 +137,10 @@ class Model:
     name: str = "llama"
     """Model family, a key of `models.MODELS`."""
     flavor: str = "debug"
-    """Size within the family, such as `8B`."""
+    """Size within the family, such as `8B`. `checkpoint`: model and shape of checkpoint.initial_load. That is also what
+    --checkpoint.initial_load=PLACE means on a command line that names no flavor."""
+    changes: tuple[str, ...] = ()
+    """Fields of the flavor with other values, such as `dim=512`. --model.dim=512, or `dim = 512` in TOML, adds one."""
     vocab_size: Count = 0
     """Rows of the embedding. 0: the flavor's; if it names none, the tokenizer's, rounded up to a multiple of 64."""
     n_layers: Count = 0
@@ -508,9 +512,11 @@ def load_config(argv: Sequence[str]) -> Config:
         with file_errors():
             values = read_recorded(recorded.read_bytes(), recorded)
         values.setdefault("run", {})["folder"] = folder
+    if "checkpoint.initial_load" in overrides and "model.flavor" not in overrides and not folder:
+        overrides["model.flavor"] = FROM_CHECKPOINT
     for key, text in overrides.items():
         section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = _parse_value(text, KINDS[key])
+        values.setdefault(section, {})[name] = _parse_value(text, KINDS.get(key))
     return from_dict(values)
 
 
@@ -520,9 +526,31 @@ def from_dict(values: dict[str, Any]) -> Config:
     for section, entries in values.items():
         if section not in SECTIONS or not isinstance(entries, dict):
             raise ConfigError(f"[{section}]: must be a section: {', '.join(SECTIONS)}{close_match(section, SECTIONS)}")
+        if section == "model":
+            entries = _with_changes(entries)
         checked = {name: _check_value(f"{section}.{name}", value) for name, value in entries.items()}
         sections[section] = SECTIONS[section](**checked)
     return Config(**sections)
+
+
+def _with_changes(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The section `model`, with fields of the flavor as `changes`. A later value counts."""
+    settings = {}
+    changes = dict(change.partition("=")[::2] for change in entries.get("changes", ()))
+    for name, value in entries.items():
+        if is_flavor_field(f"model.{name}"):
+            changes[name] = json.dumps(value)
+        else:
+            settings[name] = value
+    if changes:
+        settings["changes"] = [f"{name}={text}" for name, text in changes.items()]
+    return settings
+
+
+def is_flavor_field(key: str) -> bool:
+    """Whether a setting must be a field of the model's flavor, since the section `model` has none of that name."""
+    of_model = re.fullmatch(r"model\.[a-z_0-9]+", key) is not None
+    return of_model and key not in KINDS and not re.search(CREDENTIALS, key, re.IGNORECASE)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -582,7 +610,7 @@ def _parse_command_line(argv: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"{_redact(word)}: expected FILE.toml, --section.field=value or --resume=FOLDER")
         key, equals, text = word[2:].partition("=")
         is_place = key in ("config", "resume")
-        kind = str if is_place else _kind_of(key, "--")
+        kind = str if is_place or is_flavor_field(key) else _kind_of(key, "--")
         if not equals:
             stands_alone = not words or words[0].startswith("--") or (kind is bool and words[0].endswith(".toml"))
             if not stands_alone:
@@ -598,6 +626,10 @@ def _parse_command_line(argv: Sequence[str]) -> dict[str, str]:
 def _parse_value(text: str, kind: Any) -> Any:
     """The value that `text` stands for. Returns `text` if it cannot be one: the check of its type then says so."""
     base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
+    if base is None:  # a field of the model's flavor
+        with suppress(ValueError):
+            return tomllib.loads(f"value = {text}")["value"]
+        return text
     if get_origin(base) is tuple and not text.lstrip().startswith("["):
         return [_parse_value(part.strip(), get_args(base)[0]) for part in text.split(",") if part.strip()]
     with suppress(ValueError):

@@ -30,6 +30,7 @@ from loss import (
 from metrics import MetricsLogger, configure_logging, find_trackers
 from models import ModelSpec, build_model, find_model
 from models.init import init_weights
+from models.trained import settle_model
 from models.weights import build_refresh
 from optim import (
     OuterOptimizer,
@@ -82,6 +83,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     dims = ParallelDims.from_config(config.parallelism, environment.world_size)
     chunks = loss_chunks(config)
     with file_errors():
+        config = settle_model(config)
         data = DataLoader(config, dims.dp_rank(rank), dims.dp, pin_memory=device_type() != "cpu")
         config = data.settle(config)
         training = config.training

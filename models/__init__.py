@@ -1,6 +1,7 @@
 """The models that train.py knows. To add one, add a folder beside `llama` and a line to MODELS."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -56,7 +57,7 @@ MODELS = MappingProxyType(
 def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, Any]:
     """The model family and flavor that `model` names, with its layers and room for the data. Raises ConfigError."""
     spec = _look_up("model.name", model.name, MODELS)
-    flavor = _look_up("model.flavor", model.flavor, spec.flavors)
+    flavor = _changed_flavor(model, spec)
     # A multiple of 64 keeps the output matmul on the fast path of GPUs, and 16 divides it for float8.
     vocab_size = model.vocab_size or flavor.vocab_size or -(-data_vocab_size // 64) * 64
     if vocab_size < data_vocab_size:
@@ -70,6 +71,40 @@ def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, 
     if model.n_layers:
         flavor = dataclasses.replace(flavor, n_layers=model.n_layers)
     return spec, dataclasses.replace(flavor, vocab_size=vocab_size)
+
+
+def _changed_flavor(model: settings.Model, spec: ModelSpec) -> Any:
+    """The flavor that `model` names, with its changes. Raises ConfigError."""
+    changes = {}
+    for change in model.changes:
+        name, _, text = change.partition("=")
+        try:
+            changes[name] = json.loads(text)
+        except ValueError:
+            raise ConfigError(f"model.{name} = {text}: must be a number, true, false, a text or a list") from None
+    fields = {}
+    if model.flavor != settings.FROM_CHECKPOINT:
+        fields = dataclasses.asdict(_look_up("model.flavor", model.flavor, spec.flavors))
+        head_dim = fields.get("head_dim")
+        if head_dim and head_dim * fields["n_heads"] == fields["dim"]:
+            fields["head_dim"] = 0  # it follows from the other two
+    elif not changes:
+        raise ConfigError(f'model.flavor = "{model.flavor}": needs checkpoint.initial_load, whose shape it takes')
+    for name, value in changes.items():
+        if name not in _field_names(spec):
+            known = [*_field_names(spec), *settings.field_docs(settings.Model)]
+            raise ConfigError(f"model.{name}: unknown key, also of the flavor{close_match(name, known)}")
+        if isinstance(fields.get(name), int | float) and not isinstance(value, int | float):
+            raise ConfigError(f"model.{name} = {value!r}: must be a number")
+    try:
+        return spec.recorded_flavor(fields | changes)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"model.flavor = {model.flavor!r} with {', '.join(model.changes)}: {error}") from None
+
+
+def _field_names(spec: ModelSpec) -> list[str]:
+    flavor = next(iter(spec.flavors.values()))
+    return [field.name for field in dataclasses.fields(flavor)]
 
 
 def recorded_model(identity: Mapping[str, Any]) -> tuple[ModelSpec, Any]:

@@ -1,7 +1,10 @@
 """Load a trained model and its tokenizer into one process, from a run, a folder of checkpoints or a URL."""
 
 import argparse
+import dataclasses
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,7 +14,7 @@ from checkpoint.files import read_state
 from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import Manifest, Opened
 from checkpoint.state import model_tensors
-from config import tomllib
+from config import FROM_CHECKPOINT, Config, ConfigError, tomllib
 from data.tokenizer import Tokenizer
 from models import build_model, recorded_model
 from parallel.device import device_type
@@ -31,6 +34,28 @@ class Trained:
     def seq_len(self) -> int:
         """See `longest_sequence`."""
         return longest_sequence(self.manifest)
+
+
+def settle_model(config: Config) -> Config:
+    """`config` with the model and shape of checkpoint.initial_load as settings, if model.flavor asks for them.
+
+    A run that exists has its own, which need no such place any more. Raises TitaniteError.
+    """
+    model = config.model
+    place = config.checkpoint.initial_load
+    own = Path(config.run.folder, "model.json")
+    if model.flavor != FROM_CHECKPOINT:
+        return config
+    if config.run.folder and own.is_file():
+        identity = json.loads(own.read_text(encoding="utf-8"))
+    elif place:
+        identity = load_place(place, lambda opened: opened.manifest["identity"])
+    else:
+        raise ConfigError(f'model.flavor = "{model.flavor}": needs checkpoint.initial_load, whose shape it takes')
+    fields = {name: json.dumps(value) for name, value in identity.items() if name != "name"}
+    changes = fields | dict(change.partition("=")[::2] for change in model.changes)
+    settled = tuple(f"{name}={text}" for name, text in changes.items())
+    return dataclasses.replace(config, model=dataclasses.replace(model, name=identity["name"], changes=settled))
 
 
 def longest_sequence(manifest: Manifest) -> int:

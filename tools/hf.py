@@ -223,7 +223,7 @@ def import_model(folder: Path, place: str) -> None:
         with suppress(CheckpointError, StoreError):  # the first error says more
             store.remove([f"{name}/{MANIFEST}", *store.sizes(name)])
         raise
-    logger.info(how_to_start(place, family, flavor))
+    logger.info(f"start with --checkpoint.initial_load={place}")
 
 
 def check_importable(folder: Path) -> None:
@@ -281,15 +281,6 @@ def typed_like_files(model: nn.Module, names: Mapping[str, str], weights: Mappin
             raise CheckpointError(f"{file}: {names[ours]} has shape {shape} in {kind}, must be {wanted}")
         typed[ours] = weight.detach().to(DTYPES[kind])
     return typed
-
-
-def how_to_start(place: str, family: str, flavor: Any) -> str:
-    """The options for train.py to start a run from these weights."""
-    vocab_size, flavors = flavor.vocab_size, MODELS[family].flavors
-    same = [name for name, known in flavors.items() if dataclasses.replace(known, vocab_size=vocab_size) == flavor]
-    line = "" if same else f'add to FLAVORS in models/{family}/__init__.py:\n    "NAME": {flavor!r},\n'
-    options = f"--model.flavor={(*same, 'NAME')[0]} --model.vocab_size={vocab_size} --checkpoint.initial_load={place}"
-    return f"{line}start with --model.name={family} {options}"
 
 
 def compare_logits(folder: Path, opened: Opened, model: nn.Module) -> None:

@@ -14,13 +14,12 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
-from unittest import mock
 
-import models
-from config import Config, ConfigError, Model, Parallelism, load_config
+from config import Config, ConfigError, Parallelism, load_config
 from models import build_model, find_model
+from models.trained import settle_model
 from parallel.fsdp import needs_fsdp
 from run.run import run_and_leave
 from tools.plan_count import DEFAULT_VOCAB_SIZE, Case, DryRun, check, count
@@ -162,8 +161,8 @@ def _rates(found: Mapping[str, Any]) -> str:
     return f"{rate:,.0f} tokens/s/device{unfitted}, from {low:,.0f} to {high:,.0f}"
 
 
-def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster, dict[str, str]]:
-    """The planner's own options, the config, the cluster, and changes to the flavor. Raises ConfigError."""
+def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster]:
+    """The planner's own options, the config, the cluster. Raises TitaniteError."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.plan", description="plan a run for any cluster", allow_abbrev=False,
         epilog="other options are the config's, --config=FILE --section.field=value, and any field of the model's "
@@ -184,36 +183,22 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster, dic
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} = {value}: must be above 0")
-    own = {f"--model.{field.name}" for field in fields(Model)}
-    changes = [word for word in rest if word.startswith("--model.") and word.partition("=")[0] not in own]
     device = DEVICES[options.device]
-    config = load_config([word for word in rest if word not in changes])
+    config = settle_model(load_config(rest))
     if config.float8.enable and device.float8_flops is None and not config.float8.emulate:
         raise ConfigError(f"float8.enable = true: {options.device} has no float8 matmul")
     bandwidth = 1e9 * options.bandwidth if options.bandwidth else device.network_bandwidth
     cluster = Cluster(device, options.gpus_per_node, bandwidth, options.flash_attention)
-    split = (word.removeprefix("--model.").partition("=") for word in changes)
-    return options, config, cluster, {name: value for name, _, value in split}
-
-
-def changed_models(model: Model, changes: Mapping[str, str]) -> Mapping[str, Any]:
-    """All models, with other fields for the flavor that `model` names. Raises ConfigError."""
-    spec, flavor = find_model(model, 0)
-    try:
-        flavor = replace(flavor, **{name: json.loads(value) for name, value in changes.items()})
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"model.flavor = {model.flavor!r} with {dict(changes)}: {error}") from None
-    return {**models.MODELS, model.name: replace(spec, flavors={**spec.flavors, model.flavor: flavor})}
+    return options, config, cluster
 
 
 def main(argv: Sequence[str]) -> None:
     """Print the plan or the layouts. Raises TitaniteError."""
-    options, config, cluster, changes = parse(argv)
-    with mock.patch.object(models, "MODELS", changed_models(config.model, changes)):
-        if options.sweep:
-            plans = sweep(config, options.world_size, cluster)
-        else:
-            plans = plan([config], options.world_size, cluster)
+    options, config, cluster = parse(argv)
+    if options.sweep:
+        plans = sweep(config, options.world_size, cluster)
+    else:
+        plans = plan([config], options.world_size, cluster)
     for found in plans:
         found["run"] = plan_run(found, config.training.steps, options)
     if options.json:

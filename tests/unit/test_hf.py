@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import shutil
 import subprocess
 import sys
@@ -94,8 +93,7 @@ def test_a_family_that_was_added_crosses_by_its_own_module(llama, monkeypatch, c
     for module in ("models", "tools.hf"):
         monkeypatch.setattr(f"{module}.MODELS", {**MODELS, "twin": twin})
     import_model(llama / "hf", str(llama / "new"))
-    assert 'models/twin/__init__.py:\n    "NAME": LlamaConfig(' in caplog.text
-    assert "start with --model.name=twin --model.flavor=NAME " in caplog.text
+    assert f"start with --checkpoint.initial_load={llama / 'new'}" in caplog.text
     export_model(str(llama / "new"), llama / "back", dtype="float32")
     assert json.loads((llama / "back" / "config.json").read_text())["architectures"] == ["Twin"]
     assert_same_weights(hf_model("llama3").bfloat16().float(), LlamaForCausalLM.from_pretrained(llama / "back"))
@@ -415,14 +413,6 @@ def test_a_tokenizer_larger_than_the_model_is_refused(llama):
     ):
         with pytest.raises(CheckpointError, match="has ids up to 320, the model only 320 rows of embedding"):
             use()
-
-
-def test_how_to_start_names_the_flavor_or_gives_it():
-    debug = dataclasses.replace(FLAVORS["debug"], vocab_size=512)
-    assert "--model.flavor=debug --model.vocab_size=512 " in hf.how_to_start("there", "llama", debug)
-    unknown = dataclasses.replace(FLAVORS["1B"], dim=4096)
-    (line,) = re.findall(r'"NAME": (.*),\n', hf.how_to_start("there", "llama", unknown))
-    assert eval(line, {"LlamaConfig": LlamaConfig, "RopeScaling": RopeScaling}) == unknown
 
 
 BIG = LlamaConfig(dim=1024, n_layers=10, n_heads=8, n_kv_heads=4, hidden_dim=4096, vocab_size=4096)

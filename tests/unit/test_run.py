@@ -4,6 +4,7 @@ import importlib
 import logging
 import math
 import os
+import re
 import shutil
 import sys
 from fractions import Fraction
@@ -27,6 +28,8 @@ from config import (
     Profiling,
     TitaniteError,
     Training,
+    load_config,
+    to_toml,
 )
 from metrics import MetricsLogger, configure_logging, find_trackers, peak_flops, wandb_id
 from models import find_model
@@ -200,6 +203,33 @@ def test_vocabularies() -> None:
         find_model(Model(flavor="8B"), 200_000)
     with pytest.raises(ConfigError, match="did you mean debug"):
         find_model(Model(flavor="debgu"), 100)
+
+
+def test_fields_of_a_flavor_are_settings(tmp_path: Path) -> None:
+    """In TOML and on the command line, of which the later counts. The width of a head follows from the others."""
+    (tmp_path / "a.toml").write_text('[model]\nflavor = "debug"\ndim = 512\nwindows = [8, 0]\n')
+    config = load_config([f"--config={tmp_path / 'a.toml'}", "--model.n_heads=16", "--model.dim=1024"])
+    flavor = find_model(config.model, 100)[1]
+    assert (flavor.dim, flavor.n_heads, flavor.head_dim, flavor.windows) == (1024, 16, 64, (8, 0))
+    assert (flavor.hidden_dim, flavor.n_layers) == (768, 6)
+    (tmp_path / "b.toml").write_text(to_toml(config))
+    assert load_config([f"--config={tmp_path / 'b.toml'}"]) == config
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--model.dimm=3", "model.dimm: unknown key, also of the flavor; did you mean dim?"),
+        ("--model.flavour=8B", "model.flavour: unknown key, also of the flavor; did you mean flavor?"),
+        ("--model.dim=wide", "model.dim = 'wide': must be a number"),
+        ("--model.n_heads=7", "n_heads must be a multiple of n_kv_heads"),
+        ("--model.flavor=checkpoint", "needs checkpoint.initial_load"),
+        ("--model.api_key=x", "model.api_key: credentials are never"),
+    ],
+)
+def test_a_field_that_no_flavor_has_is_refused(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        find_model(load_config([word]).model, 100)
 
 
 def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
