@@ -22,21 +22,21 @@ from models import build_model, find_model
 from models.trained import settle_model
 from parallel.fsdp import needs_fsdp
 from run.run import run_and_leave
-from tools.plan_count import DEFAULT_VOCAB_SIZE, Case, DryRun, check, count
+from tools.plan_count import DEFAULT_VOCAB_SIZE, Case, DryRun, check, count, count_few_layers
 from tools.plan_time import DEVICES, GIB, Cluster, estimate
 
 RESERVED = {False: 1.03, True: 1.25}  # memory that torch reserves / allocated: of a rank alone; with FSDP2
 BEST_LAYOUTS = 3  # of a sweep, tried in all modes and with larger batches
 
 
-def plan(configs: Sequence[Config], world_size: int, cluster: Cluster) -> list[dict[str, Any]]:
+def plan(configs: Sequence[Config], world_size: int, cluster: Cluster, counted_by: Any = count) -> list[dict[str, Any]]:
     """The plans of these runs, as plain values. Raises ConfigError for a run that is impossible."""
     runs = []
     for config in configs:
         check(config, world_size)
         pp = config.parallelism.pp
         runs.append([Case(config, world_size, stage) for stage in sorted({0, pp // 2, pp - 1})])
-    counts = count([case for cases in runs for case in cases])
+    counts = counted_by([case for cases in runs for case in cases])
     return [_plan_one(cases, [counts[case] for case in cases], cluster) for cases in runs]
 
 
@@ -104,7 +104,7 @@ def sweep(config: Config, world_size: int, cluster: Cluster) -> list[dict[str, A
             with contextlib.suppress(ConfigError):  # the world, the batch or the model does not divide so
                 check(tried, world_size)
                 possible.append(tried)
-        plans = zip(plan(possible, world_size, cluster), possible, strict=True)
+        plans = zip(plan(possible, world_size, cluster, count_few_layers), possible, strict=True)
         fitting = [(found, tried.parallelism) for found, tried in plans if found["fits"]]
         return sorted(fitting, key=lambda pair: -pair[0]["speed"]["tokens_per_second"])
 

@@ -40,6 +40,7 @@ from float8.convert import check_float8
 from loss import loss_chunks
 from models import find_model
 from parallel.mesh import ParallelDims
+from parallel.pipeline import stages_of_rank
 from run.processes import LaunchEnvironment
 from tools.plan_tally import Matmul, Tally
 
@@ -263,6 +264,37 @@ def count(cases: Sequence[Case]) -> dict[Case, DryRun]:
         before = found.get(case, counted)
         found[case] = DryRun(*_extend(before, counted, case.microbatches - microbatches))
     return found
+
+
+def count_few_layers(cases: Sequence[Case]) -> dict[Case, DryRun]:
+    """`count` for many layouts of a deep model: with two numbers of layers, and from there on as a line.
+
+    Only Muon's exchange is no line, since ranks share whole matrices.
+    """
+    short = {case: _with_few_layers(case) for case in cases}
+    counts = count([few for pair in short.values() for few in pair])
+    found = {}
+    for case, pair in short.items():
+        layers = [n_layers(each.config) for each in (*pair, case)]
+        steps = (layers[-1] - layers[-2]) // max(layers[-2] - layers[0], 1)
+        found[case] = DryRun(*_extend(counts[pair[0]], counts[pair[-1]], steps))
+    return found
+
+
+def n_layers(config: Config) -> int:
+    """Layers of the run's model."""
+    return find_model(config.model, DEFAULT_VOCAB_SIZE)[1].n_layers
+
+
+def _with_few_layers(case: Case) -> list[Case]:
+    """The case with layers for two and for three of each stage; itself if they are not shared out evenly."""
+    config = case.config
+    stages = config.parallelism.pp * len(stages_of_rank(0, config.parallelism))
+    unit = stages * config.activation_checkpoint.every_n_layers
+    if n_layers(config) % unit or n_layers(config) <= 3 * unit:
+        return [case]
+    shorter = [replace(config, model=replace(config.model, n_layers=times * unit)) for times in (2, 3)]
+    return [case._replace(config=few) for few in shorter]
 
 
 def _extend(low: Any, high: Any, steps: int) -> Any:

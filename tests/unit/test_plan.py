@@ -23,7 +23,7 @@ from models import ModelSpec
 from models.llama.model import Block, Llama, LlamaConfig, rope_cos_sin
 from tests.harness import run_ranks
 from tools.plan import parse, plan, plan_run, plan_text, sweep
-from tools.plan_count import Case, DryRun, check, count, dry_run
+from tools.plan_count import Case, DryRun, check, count, count_few_layers, dry_run
 from tools.plan_tally import Matmul, Tally
 from tools.plan_time import (
     CAST_SHARES,
@@ -150,6 +150,15 @@ def test_two_and_three_microbatches_count_as_all_five(counts: dict[Case, DryRun]
     assert counts[tried] == run_ranks(1, dry_run, tried, 5, start_group=False)[0]
 
 
+def test_few_layers_count_as_all() -> None:
+    """Of a rank of tp, of both stages of a pipeline, and of stages that have not the same number of layers."""
+    split = [case(2, f"{LAYERS}=8", "--parallelism.tp=2")]
+    for layers in (8, 9):
+        staged = case(2, f"{LAYERS}={layers}", "--parallelism.pp=2", "--parallelism.pp_microbatch_size=1")
+        split += [staged, staged._replace(stage=1)]
+    assert count_few_layers(split) == count(split)
+
+
 def test_a_process_that_compiled_other_sizes_counts_the_same() -> None:
     """Dynamo would make sizes of float8 weights dynamic, so the number of heads too, and attention refuses that."""
     for dim in (64, 128):
@@ -267,7 +276,7 @@ def estimated(config: Config, cluster: Cluster, **sent: list[int]) -> dict[str, 
 def test_a_step_takes_as_long_as_its_parts(recipe: str) -> None:
     """Casts to float8 slow other kernels."""
     words = ["--float8.enable", f"--float8.recipe={recipe}"] if recipe else []
-    _, config, cluster, _ = parse([*WORDS, *words])
+    _, config, cluster = parse([*WORDS, *words])
     found = estimated(config, cluster)
     parts = found["matmul"] + found["attention"] + found["pointwise"] + found["optimizer"] + found["idle"]
     assert found["step_seconds"] == pytest.approx(parts)
@@ -286,14 +295,14 @@ def test_a_step_takes_as_long_as_its_parts(recipe: str) -> None:
 
 
 def test_messages_beside_kernels_slow_them() -> None:
-    _, config, cluster, _ = parse(WORDS)
+    _, config, cluster = parse(WORDS)
     alone = estimated(config, cluster)
     found = estimated(config, cluster, dp_shard_cp__all_gather=[1, 10**11])
     wait = sent_bytes("all_gather", 1e11, 64) / (8 * cluster.bandwidth * NETWORK_SHARE)
     kernels = alone["matmul"] + alone["attention"] + alone["pointwise"]
     assert found["matmul"] == pytest.approx(alone["matmul"] * (1 + CONTENTION * wait / kernels))
     assert found["inter_node"] == found["intra_node"] == 0, "hidden"
-    _, config, cluster, _ = parse([*WORDS, REPLICAS, "--parallelism.local_steps=10"])
+    _, config, cluster = parse([*WORDS, REPLICAS, "--parallelism.local_steps=10"])
     found = estimated(config, cluster, dp_replicate__all_reduce=[1, 10**11])
     wait = sent_bytes("all_reduce", 1e11, 2) / (cluster.bandwidth * NETWORK_SHARE) / 10  # of a step
     assert found["matmul"] == pytest.approx(alone["matmul"] * (1 + CONTENTION * wait / kernels))
@@ -301,18 +310,18 @@ def test_messages_beside_kernels_slow_them() -> None:
 
 def test_on_a_slow_network_a_step_takes_as_long_as_its_traffic() -> None:
     """What FSDP2 sends is hidden but for what takes longer than the kernels; what tensor parallelism sends is not."""
-    _, config, cluster, _ = parse([*WORDS, "--bandwidth=0.001"])
+    _, config, cluster = parse([*WORDS, "--bandwidth=0.001"])
     found = estimated(config, cluster, dp_shard_cp__all_gather=[1, 10**11])
     wait = sent_bytes("all_gather", 1e11, 64) / (8 * 0.001e9 * NETWORK_SHARE)
     assert found["step_seconds"] == pytest.approx((wait + found["optimizer"]) * (1 + IDLE), rel=1e-3)
-    _, config, cluster, _ = parse([*WORDS, "--parallelism.tp=8"])
+    _, config, cluster = parse([*WORDS, "--parallelism.tp=8"])
     found = estimated(config, cluster, tp__all_reduce=[0, 10**11])
     assert found["intra_node"] == pytest.approx(2 * 1e11 * 7 / 8 / (450e9 * NETWORK_SHARE))
 
 
 @pytest.mark.parametrize(("more", "bubble"), [([], 7 / 8), ([INTERLEAVED], 7 / 16)])
 def test_a_pipeline_s_bubble(more: list[str], bubble: float) -> None:
-    _, config, cluster, _ = parse([*WORDS, "--parallelism.pp=8", *more])
+    _, config, cluster = parse([*WORDS, "--parallelism.pp=8", *more])
     found = estimated(config, cluster)
     kernels = found["matmul"] + found["attention"] + found["pointwise"]
     assert found["bubble"] == pytest.approx(bubble * kernels)
@@ -355,7 +364,7 @@ def test_a_sweep_ranks_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("tools.plan.count", made_up)
     words = [*DEBUG, "--model.flavor=tiny", f"{BATCH}=0", "--world-size=2"]
-    options, config, cluster, _ = parse(words)
+    options, config, cluster = parse(words)
     plans = sweep(config, options.world_size, cluster)
     rates = [found["speed"]["tokens_per_second"] for found in plans]
     assert rates == sorted(rates, reverse=True)
