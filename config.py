@@ -512,7 +512,8 @@ def load_config(argv: Sequence[str]) -> Config:
         with file_errors():
             values = read_recorded(recorded.read_bytes(), recorded)
         values.setdefault("run", {})["folder"] = folder
-    if "checkpoint.initial_load" in overrides and "model.flavor" not in overrides and not folder:
+    others = {"model.flavor", "checkpoint.branch_from"}
+    if "checkpoint.initial_load" in overrides and not folder and others.isdisjoint(overrides):
         overrides["model.flavor"] = FROM_CHECKPOINT
     for key, text in overrides.items():
         section, _, name = key.partition(".")
