@@ -362,7 +362,7 @@ def test_a_sweep_ranks_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
             found[tried] = DryRun({}, matmuls, 0, {"step": 0, "update": 0}, 1, 1, held)
         return found
 
-    monkeypatch.setattr("tools.plan.count", made_up)
+    monkeypatch.setattr("tools.plan.count_few_layers", made_up)
     words = [*DEBUG, "--model.flavor=tiny", f"{BATCH}=0", "--world-size=2"]
     options, config, cluster = parse(words)
     plans = sweep(config, options.world_size, cluster)
