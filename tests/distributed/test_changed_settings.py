@@ -14,6 +14,7 @@ FIXED = {  # setting → why this resume keeps it
     "data.window_blocks": "another order of the data",
     "model.name": "another model",
     "model.flavor": "another model",
+    "model.changes": "another model",
     "model.vocab_size": "another model",
     "model.n_layers": "another model",
     "checkpoint.enable": "without it nothing is resumed",
