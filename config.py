@@ -584,6 +584,7 @@ def read_recorded(text: bytes, place: object) -> dict[str, Any]:
     for section, entries in recorded.items():
         for name, value in entries.items():
             try:
+                _kind_of(f"{section}.{name}")  # a flavor's fields are recorded as `changes`
                 from_dict({section: {name: value}})
                 values.setdefault(section, {})[name] = value
             except ConfigError:

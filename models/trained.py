@@ -14,7 +14,7 @@ from checkpoint.files import read_state
 from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import Manifest, Opened
 from checkpoint.state import model_tensors
-from config import FROM_CHECKPOINT, Config, ConfigError, tomllib
+from config import FROM_CHECKPOINT, Config, tomllib
 from data.tokenizer import Tokenizer
 from models import build_model, recorded_model
 from parallel.device import device_type
@@ -51,7 +51,7 @@ def settle_model(config: Config) -> Config:
     elif place:
         identity = load_place(place, lambda opened: opened.manifest["identity"])
     else:
-        raise ConfigError(f'model.flavor = "{model.flavor}": needs checkpoint.initial_load, whose shape it takes')
+        return config  # find_model says what is missing
     fields = {name: json.dumps(value) for name, value in identity.items() if name != "name"}
     changes = fields | dict(change.partition("=")[::2] for change in model.changes)
     settled = tuple(f"{name}={text}" for name, text in changes.items())

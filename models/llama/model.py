@@ -422,8 +422,10 @@ class Llama(nn.Module):
         positions = torch.arange(S, device=device)[None] if positions_BS is None else positions_BS
         masked = positions_BS is not None  # documents, or caches
         own = torch.arange(S, device=device)
+        own_positions = positions
         if self.local_indices is not None:
             own = self.local_indices(S)
+            own_positions = positions[:, own]
             masked |= self.local_mask
             if self.tok_embeddings is not None:  # tokens, not a pipeline's hidden states
                 x = x[:, own]
@@ -443,7 +445,7 @@ class Llama(nn.Module):
             length = 0
             if rope.scaling is not None and rope.scaling.kind == "dynamic":
                 length = int(positions.max()) + 1
-            angles[rope] = rope_cos_sin(rope, positions[:, own], length)
+            angles[rope] = rope_cos_sin(rope, own_positions, length)
 
         h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         h = h.to(self.compute_dtype or h.dtype)

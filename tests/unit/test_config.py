@@ -108,12 +108,13 @@ def test_a_run_is_resumed_by_its_own_config(tmp_path: Path, caplog: pytest.LogCa
     """What another version recorded, and this one does not know, is left out and named."""
     text = settings.to_toml(Config(training=Training(steps=70, seq_len=64))) + '[branch]\nidea = "s3://me:secret@x"\n'
     text = text.replace("[optimizer]\n", "[optimizer]\nidea = 3\n").replace('name = "adamw"', 'name = "lion"')
+    text = text.replace("[model]\n", "[model]\nidea = 1\n")
     (tmp_path / "config.toml").write_text(text)
     config = load_config(["--resume", str(tmp_path), "--training.steps=90"])
     assert config == Config(run=settings.Run(folder=str(tmp_path)), training=Training(steps=90, seq_len=64))
     assert caplog.messages == [
         f"{tmp_path / 'config.toml'}: settings that this version does not know, left out: "
-        "optimizer.idea = 3, optimizer.name = 'lion', branch.idea = 's3://***@x'"
+        "model.idea = 1, optimizer.idea = 3, optimizer.name = 'lion', branch.idea = 's3://***@x'"
     ]
     (tmp_path / "config.toml").write_text("[run")
     with pytest.raises(ConfigError, match=r"config\.toml: its config is not valid TOML"):
