@@ -210,7 +210,12 @@ def from_hf_config(hf: Mapping[str, Any]) -> LlamaConfig:
         if key not in family.options and hf.get(key) not in (off, None):
             raise ValueError(f"{key} = {hf[key]!r}: a {hf['model_type']} has no such option")
     windows = _read_windows(hf, family)
-    theta, scaling = _read_rope(hf, windows)
+    if hf["model_type"] == "olmo3":
+        theta, scaling, sliding_theta = _read_ropes_by_type(hf)
+        thetas = [sliding_theta if window else theta for window in windows]
+    else:
+        theta, scaling = _read_rope(hf)
+        thetas = _read_thetas(hf, family, theta)
     return LlamaConfig(
         **{name: hf[key] for name, key in CONFIG_KEYS.items()},
         n_kv_heads=hf.get("num_key_value_heads") or hf["num_attention_heads"],
@@ -221,7 +226,7 @@ def from_hf_config(hf: Mapping[str, Any]) -> LlamaConfig:
         o_bias=bool(hf.get("attention_bias")),
         mlp_bias=bool(hf.get("mlp_bias")),
         windows=windows,
-        rope_thetas=_read_thetas(hf, family, theta),
+        rope_thetas=_shortest(thetas, off=theta),
         attention_multiplier=hf.get("attention_multiplier") or 0.0,
         embedding_multiplier=_factor(hf, "embedding_multiplier"),
         residual_multiplier=_factor(hf, "residual_multiplier"),
@@ -249,24 +254,31 @@ def _factor(hf: Mapping[str, Any], key: str) -> float:
 def _read_windows(hf: Mapping[str, Any], family: Family) -> tuple[int, ...]:
     window = hf.get("sliding_window")
     if "use_sliding_window" in family.options and not hf.get("use_sliding_window"):
-        return ()  # it is off by default
-    if "sliding_window" not in family.options or window is None:
-        return ()
+        window = None  # it is off by default
     if "layer_types" not in family.options:
-        return (window,)
-    layers = range(hf["num_hidden_layers"])
-    types = hf.get("layer_types")
-    if types is None and "max_window_layers" in family.options:
-        types = ["sliding_attention" if i >= hf["max_window_layers"] else "full_attention" for i in layers]
-    elif types is None and "no_rope_layers" in family.options:
-        types = ["full_attention" if rotated else "sliding_attention" for rotated in _rotated(hf)]
-    elif types is None:
-        types = ["full_attention" if i % 4 == 3 else "sliding_attention" for i in layers]
-    strange = set(types) - {"full_attention", "sliding_attention"}
-    if strange:
-        raise ValueError(f"layer_types: {_some(strange)} cannot be run")
-    windows = [window if kind == "sliding_attention" else 0 for kind in types]
+        windows = [window or 0]
+    elif hf.get("layer_types") is None and window is None:
+        windows = [0]
+    else:
+        types = hf.get("layer_types") or _default_types(hf, family)
+        strange = set(types) - {"full_attention", "sliding_attention"}
+        if strange:
+            raise ValueError(f"layer_types: {_some(strange)} cannot be run")
+        if window is None and "sliding_attention" in types:
+            raise ValueError("layer_types: has sliding_attention, but sliding_window is off")
+        windows = [window if kind == "sliding_attention" else 0 for kind in types]
     return _shortest(windows, off=0)
+
+
+def _default_types(hf: Mapping[str, Any], family: Family) -> list[str]:
+    layers = range(hf["num_hidden_layers"])
+    if "max_window_layers" in family.options:
+        full = [i < hf["max_window_layers"] for i in layers]
+    elif "no_rope_layers" in family.options:
+        full = [bool(rotated) for rotated in _rotated(hf)]
+    else:
+        full = [i % 4 == 3 for i in layers]
+    return ["full_attention" if is_full else "sliding_attention" for is_full in full]
 
 
 def _rotated(hf: Mapping[str, Any]) -> list[int]:
@@ -276,10 +288,10 @@ def _rotated(hf: Mapping[str, Any]) -> list[int]:
     return hf.get("no_rope_layers") or every
 
 
-def _read_thetas(hf: Mapping[str, Any], family: Family, theta: float) -> tuple[float, ...]:
+def _read_thetas(hf: Mapping[str, Any], family: Family, theta: float) -> list[float]:
     if "no_rope_layers" not in family.options:
-        return ()
-    return _shortest([theta if rotated else 0.0 for rotated in _rotated(hf)], off=theta)
+        return []
+    return [theta if rotated else 0.0 for rotated in _rotated(hf)]
 
 
 def _shortest(values: Sequence[Any], off: Any) -> tuple[Any, ...]:
@@ -292,29 +304,40 @@ def _shortest(values: Sequence[Any], off: Any) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def _read_rope(hf: Mapping[str, Any], windows: Sequence[int]) -> tuple[float, RopeScaling | None]:
-    """Theta and scaling. transformers 5 keeps both in one dict, OLMo 3 in one for each type of layer."""
-    theta = hf.get("rope_theta") or 10_000.0
-    new = hf.get("rope_parameters") or {}
-    rope = hf.get("rope_scaling") or new
-    full_only = hf.get("model_type") == "olmo3"
-    if full_only and "full_attention" in new:
-        sliding = {"rope_theta": theta, **(new.get("sliding_attention") or {})}
-        rope = {**new["full_attention"], **(hf.get("rope_scaling") or {})}
-        if windows and sliding.get("rope_type", "default") != "default":
-            raise ValueError(f"rope_type = {sliding['rope_type']!r} of sliding_attention: only 'default' can be run")
-        if windows and sliding["rope_theta"] != rope.get("rope_theta", theta):
-            raise ValueError(f"rope_theta = {sliding['rope_theta']!r} of sliding_attention: must be that of all layers")
+def _read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """Theta and scaling. transformers 5 keeps both in one dict."""
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     nested = [key for key, value in rope.items() if isinstance(value, Mapping)]
     if nested:
         raise ValueError(f"rope_parameters of {', '.join(nested)}: only those of olmo3 can be run")
+    theta = rope.get("rope_theta", hf.get("rope_theta")) or 10_000.0
+    return theta, _read_scaling(hf, rope)
+
+
+def _read_ropes_by_type(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None, float]:
+    """OLMo 3: theta and scaling of full layers, and theta of those with a window.
+
+    As in transformers 5, a theta or scaling outside `rope_parameters` is that of the full layers only.
+    """
+    by_type = hf.get("rope_parameters") or {}
+    for key, value in by_type.items():
+        if key not in ("full_attention", "sliding_attention"):
+            raise ValueError(f"rope_parameters.{key} = {value!r}: must stand in those of a type of layer")
+    default = FAMILIES["olmo3"].defaults["rope_theta"]
+    sliding = by_type.get("sliding_attention") or {}
+    if _read_scaling(hf, sliding) is not None:
+        raise ValueError(f"rope_type = {sliding['rope_type']!r} of sliding_attention: only 'default' can be run")
+    scaling = hf.get("rope_scaling") or {}
+    if "type" in scaling:  # which transformers 5 does not see
+        raise ValueError(f"rope_scaling.type = {scaling['type']!r}: is rope_type for an olmo3")
+    full = {**(by_type.get("full_attention") or {}), **scaling}
+    theta = full.get("rope_theta") or hf["rope_theta"]
+    return theta, _read_scaling(hf, full), sliding.get("rope_theta") or default
+
+
+def _read_scaling(hf: Mapping[str, Any], rope: Mapping[str, Any]) -> RopeScaling | None:
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor = {rope['partial_rotary_factor']!r}: only 1.0 can be run")
-    scaling = _read_scaling(hf, rope, full_only and any(windows))
-    return rope.get("rope_theta", theta), scaling
-
-
-def _read_scaling(hf: Mapping[str, Any], rope: Mapping[str, Any], full_layers_only: bool) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
@@ -335,7 +358,7 @@ def _read_scaling(hf: Mapping[str, Any], rope: Mapping[str, Any], full_layers_on
         fields["exact_bounds"] = rope.get("truncate") is False
     else:
         raise ValueError(f"rope_type = {kind!r}: must be default, llama3, linear, dynamic or yarn")
-    return RopeScaling(kind=kind, full_layers_only=full_layers_only, **fields)
+    return RopeScaling(kind=kind, full_layers_only=hf.get("model_type") == "olmo3", **fields)
 
 
 def _yarn_attention_factor(rope: Mapping[str, Any], factor: float) -> float:
@@ -351,7 +374,7 @@ def to_hf_config(config: LlamaConfig, max_positions: int, dtype: str, model_type
     """The config.json of a model with weights in `dtype`, for up to `max_positions` tokens.
 
     Its family is `model_type` if that has all options of `config`, otherwise the first that has. Raises ValueError if
-    none has. It uses the fields from before transformers 5, which transformers 5 and vLLM read too.
+    none has. It uses the fields from before transformers 5, which transformers 5 and vLLM read too; OLMo 3 has both.
     """
     for name in dict.fromkeys((model_type, *FAMILIES)):
         hf = _write_config(config, name, max_positions, dtype)
@@ -380,6 +403,14 @@ def _write_config(config: LlamaConfig, name: str, max_positions: int, dtype: str
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "dynamic":
         max_positions = scaling.original_seq_len  # from where on transformers scales
+    ropes = {}
+    if name == "olmo3":
+        options["sliding_window"] = max(windows) or max_positions  # transformers wants one, even if no layer has it
+        sliding = [config.rope(i).theta for i in layers if windows[i]]
+        ropes["rope_parameters"] = {
+            "full_attention": {"rope_theta": config.rope_theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": max(sliding, default=config.rope_theta)},
+        }
     return {
         "architectures": [family.architecture],
         "model_type": name,
@@ -388,6 +419,7 @@ def _write_config(config: LlamaConfig, name: str, max_positions: int, dtype: str
         "head_dim": config.head_dim,
         "rope_theta": config.rope_theta,
         "rope_scaling": _write_scaling(scaling),
+        **ropes,
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": max_positions,
         "torch_dtype": dtype,

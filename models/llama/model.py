@@ -231,6 +231,23 @@ def cache_mask(positions_BS: Tensor, window: int) -> Tensor:
     return mask[:, None]
 
 
+def _build_mask(
+    window: int, positions_BS: Tensor, own: Tensor, masked: bool, caches: Sequence[KVCache] | None
+) -> Mask:
+    if caches:
+        return cache_mask(positions_BS, window)
+    if masked or 0 < window < positions_BS.shape[1]:
+        return causal_mask(positions_BS, own, window)
+    return None
+
+
+def _build_angles(rope: Rope, positions_BS: Tensor, own_positions_BS: Tensor) -> tuple[Tensor, Tensor]:
+    length = 0
+    if rope.scaling is not None and rope.scaling.kind == "dynamic":
+        length = int(positions_BS.max()) + 1
+    return rope_cos_sin(rope, own_positions_BS, length)
+
+
 def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask) -> Tensor:
     """Softmax attention, [B, N, S, H]; causal if `mask` is None."""
     grouped = q_BNSH.shape[1] != k_BKTH.shape[1]
@@ -310,11 +327,12 @@ class Attention(nn.Module):
             q = self.q_norm(q)
             k = self.k_norm(k)
         # Rotated before the transpose: after it, they would be copied.
-        q = apply_rope(q, cos, sin).transpose(1, 2)
         k = apply_rope(k, cos, sin).transpose(1, 2)
         v = v.transpose(1, 2)
-        if self.query_factor:
-            q = q * self.query_factor
+        if self.query_factor:  # with the rotation, whose result is rounded once
+            cos = cos * self.query_factor
+            sin = sin * self.query_factor
+        q = apply_rope(q, cos, sin).transpose(1, 2)
         if cache is not None and positions_BS is not None and mask is not None:
             k, v = cache.store(k, v, positions_BS, mask.shape[-1])
         out_BNSH = self.attend(q, k, v, mask)
@@ -418,34 +436,20 @@ class Llama(nn.Module):
         whole sequences, hidden states and logits only this rank's part.
         """
         S = self.seq_len or x.shape[1]
-        device = x.device
-        positions = torch.arange(S, device=device)[None] if positions_BS is None else positions_BS
-        masked = positions_BS is not None  # documents, or caches
-        own = torch.arange(S, device=device)
+        own = torch.arange(S, device=x.device)
+        positions = own[None] if positions_BS is None else positions_BS
         own_positions = positions
+        masked = positions_BS is not None  # documents, or caches
         if self.local_indices is not None:
             own = self.local_indices(S)
             own_positions = positions[:, own]
             masked |= self.local_mask
             if self.tok_embeddings is not None:  # tokens, not a pipeline's hidden states
                 x = x[:, own]
-
         windows = [self.config.window(int(i)) for i in self.layers]
-        masks: dict[int, Mask] = {}
-        for window in set(windows):
-            if caches:
-                masks[window] = cache_mask(positions, window)
-            elif masked or 0 < window < S:
-                masks[window] = causal_mask(positions, own, window)
-            else:
-                masks[window] = None
+        masks = {window: _build_mask(window, positions, own, masked, caches) for window in set(windows)}
         ropes = [self.config.rope(int(i)) for i in self.layers]
-        angles: dict[Rope, tuple[Tensor, Tensor]] = {}
-        for rope in set(ropes):
-            length = 0
-            if rope.scaling is not None and rope.scaling.kind == "dynamic":
-                length = int(positions.max()) + 1
-            angles[rope] = rope_cos_sin(rope, own_positions, length)
+        angles = {rope: _build_angles(rope, positions, own_positions) for rope in set(ropes)}
 
         h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         h = h.to(self.compute_dtype or h.dtype)

@@ -70,6 +70,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"model_type": "olmo2", "num_key_value_heads": 4},
     "olmo3": {"model_type": "olmo3", "sliding_window": 16, "rope_scaling": {**YARN, "rope_theta": 5e5}},
+    "olmo3, two thetas": {"model_type": "olmo3", "sliding_window": 16, "rope_theta": 100.0},
+    "olmo3, no windows": {"model_type": "olmo3", "layer_types": ["full_attention"] * 5},
 }  # fmt: skip
 
 
@@ -101,7 +103,7 @@ def test_logits_and_gradients_equal_transformers(name: str) -> None:
         tokens = random_tokens(2, length)
         expected = hf(tokens).logits
         actual = ours(tokens)
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     labels = random_tokens(2, length)
     for logits in (expected, actual):
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
@@ -182,8 +184,10 @@ def test_own_float8_kernels_refuse_a_bias() -> None:
         ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias = True: a qwen2 has no such option"),
         ({"model_type": "llama", "sliding_window": 64}, "sliding_window = 64: a llama has no such option"),
         ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 5, "use_sliding_window": True}, "chunked_atte"),
+        ({"model_type": "smollm3", "layer_types": ["sliding_attention"] * 5, "sliding_window": 9}, "sliding_window is off"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope': must be"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters of full_attention: only"),
+        ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta = 10000.0: must"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
     ],
