@@ -231,9 +231,7 @@ def cache_mask(positions_BS: Tensor, window: int) -> Tensor:
     return mask[:, None]
 
 
-def _build_mask(
-    window: int, positions_BS: Tensor, own: Tensor, masked: bool, caches: Sequence[KVCache] | None
-) -> Mask:
+def _build_mask(window: int, positions_BS: Tensor, own: Tensor, masked: bool, caches: Sequence[KVCache] | None) -> Mask:
     if caches:
         return cache_mask(positions_BS, window)
     if masked or 0 < window < positions_BS.shape[1]:

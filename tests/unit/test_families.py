@@ -184,7 +184,10 @@ def test_own_float8_kernels_refuse_a_bias() -> None:
         ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias = True: a qwen2 has no such option"),
         ({"model_type": "llama", "sliding_window": 64}, "sliding_window = 64: a llama has no such option"),
         ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 5, "use_sliding_window": True}, "chunked_atte"),
-        ({"model_type": "smollm3", "layer_types": ["sliding_attention"] * 5, "sliding_window": 9}, "sliding_window is off"),
+        (
+            {"model_type": "smollm3", "layer_types": ["sliding_attention"] * 5, "sliding_window": 9},
+            "sliding_window is off",
+        ),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope': must be"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters of full_attention: only"),
         ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta = 10000.0: must"),
