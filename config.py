@@ -383,6 +383,9 @@ class Validation:
     """Sequences to measure, always the same ones: of each of `datasets`, or of all training data. 0: all."""
     datasets: tuple[FolderOrS3, ...] = ()
     """Prepared datasets whose held-out documents to measure, reported by folder name. Empty: `data.datasets`."""
+    answers: tuple[FolderOrS3, ...] = ()
+    """Files of JSON lines with `prompt` and `answer`, or prepared folders of tuning data, whose answers' bits per byte
+    to measure, all of them. Reported by the name of the file or folder."""
     sample_prompt: str = ""
     """Text that the model continues every `interval` steps, and at the end of the run."""
     sample_tokens: Count = 0

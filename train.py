@@ -16,6 +16,7 @@ import torch
 from checkpoint.checks import check_checkpoints, check_settings
 from checkpoint.manager import CheckpointManager
 from config import Config, file_errors, load_config
+from data.answers import load_answers
 from data.loader import DataLoader
 from float8.convert import check_float8, convert_to_float8, summarize
 from loss import (
@@ -91,6 +92,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         spec, flavor = find_model(config.model, data.vocab_size)
         identity = {"name": config.model.name, **dataclasses.asdict(flavor)}
         check_start(config, environment, data, spec, flavor, identity)
+        answers = load_answers(config, data.tokenizer)
     model = build_model(spec, flavor)  # on the meta device
     check_loss(config)
     spec.check_replacements(model, config, chunks)
@@ -113,7 +115,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         flops = model.flops_per_token(training.seq_len)  # type: ignore[operator]
         size = f"{n_parameters:,} parameters, in {training.param_dtype}"
         logger.info(f"model {config.model.name} {config.model.flavor}: {size}")
-        for line in (*groups, data.describe(steps)):
+        for line in (*groups, data.describe(steps), *(own.summary for own in answers)):
             logger.info(line)
         parts = spec.apply_parallelism(model, mesh, config)
         set_timeout(config.comm.init_timeout_seconds)
@@ -182,7 +184,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             checkpoint.check()  # raise a background save's error at once
             if due(step, config.validation.interval, steps):
                 metrics.check_finite()
-                figures = validate_all(run, parts, compute, step)
+                figures = validate_all(run, parts, compute, step, answers)
                 metrics.log_validation(step, figures, data.tokens_seen)
                 show_sample(run, parts)
                 metrics.restart_clock()

@@ -7,9 +7,10 @@ import argparse
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import config as settings
 from config import Config, ConfigError, command_line
+from data.answers import Answers, load_answers
 from data.loader import Batch, validation_batches
 from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
@@ -29,6 +31,8 @@ from parallel.pipeline import Compute
 from run.run import TrainingRun
 
 logger = logging.getLogger(__name__)
+
+NO_LABEL = "no held-out token is one to train on, as answers are"
 
 
 def validation_sets(config: Config) -> dict[str, Config]:
@@ -49,11 +53,14 @@ def validation_sets(config: Config) -> dict[str, Config]:
 
 
 @torch.no_grad()
-def validate_all(run: TrainingRun, parts: list[nn.Module], compute: Compute, step: int) -> dict[str, float]:
+def validate_all(
+    run: TrainingRun, parts: list[nn.Module], compute: Compute, step: int, answers: Sequence[Answers] = ()
+) -> dict[str, float]:
     """`validation_loss` in nats per token and, if the tokenizer keeps all bytes, `bits_per_byte` of text after `step`.
 
-    The names of further held-out sets follow after a slash. A set without a trained token has no figures. {} without
-    validation, and if the run is to stop before the end. Collective. The ends of documents have a loss, but no bytes.
+    The names of further held-out sets follow after a slash, and those of sets of `answers`, which only have the latter.
+    A set without a trained token has no figures. {} without validation, and if the run is to stop before the end.
+    Collective. The ends of documents have a loss, but no bytes.
     """
     if not run.config.validation.enable:
         return {}
@@ -64,9 +71,14 @@ def validate_all(run: TrainingRun, parts: list[nn.Module], compute: Compute, ste
         terms = compute.forward(tokens, labels, positions)
         return terms.reshape(-1)[0] / dims.tp  # the cross-entropy, which all ranks of tp computed
 
-    figures: dict[str, float] = {}
+    dp_rank = dims.dp_rank(run.environment.rank)
+    sets: list[tuple[str, Iterator[Batch], int | None]] = []
     for name, held_out in validation_sets(run.config).items():
-        batches = validation_batches(held_out, dims.dp_rank(run.environment.rank), dims.dp)  # as many on every rank
+        sets.append((name, validation_batches(held_out, dp_rank, dims.dp), None))  # as many on every rank
+    for own in answers:
+        sets.append((own.name, own.batches(dp_rank, dims.dp), own.n_bytes))
+    figures: dict[str, float] = {}
+    for name, batches, answer_bytes in sets:
         with run.watchdog.section("validation"), _no_training(parts):
             total = sum_batches(run.watchdog.follow(batches), forward, lengths, run.device, run.asked_to_stop)
         if total is None:
@@ -75,9 +87,9 @@ def validate_all(run: TrainingRun, parts: list[nn.Module], compute: Compute, ste
         dist.all_reduce(total)
         total[1:] /= dims.copies
         if not total[1]:
-            logger.info(f"step {step}: not validated: {_no_label(held_out)}")
+            logger.info(f"step {step}: {name or 'the data'} not validated: {NO_LABEL}")
             continue
-        for key, value in _mean_figures(total).items():
+        for key, value in _figures(total, answer_bytes).items():
             figures[f"{key}/{name}".rstrip("/")] = value
     return figures
 
@@ -106,16 +118,15 @@ def sum_batches(
     return total
 
 
-def _no_label(held_out: Config) -> str:
-    return f"no held-out token of {', '.join(held_out.data.datasets)} is one to train on, as answers are"
-
-
-def _mean_figures(total: Tensor) -> dict[str, float]:
-    """The mean loss and, where bytes are known, bits per byte."""
+def _figures(total: Tensor, answer_bytes: int | None = None) -> dict[str, float]:
+    """The mean loss and, where bytes are known, bits per byte. `answer_bytes`: of a set of answers, see `Answers`."""
     nats, tokens, n_bytes = total.tolist()
+    n_bytes = answer_bytes or n_bytes
     figures = {"validation_loss": nats / tokens}
     if n_bytes:
         figures["bits_per_byte"] = nats / math.log(2) / n_bytes
+    if answer_bytes is not None:
+        del figures["validation_loss"]
     return figures
 
 
@@ -169,7 +180,6 @@ def sample_text(
 # ---------------------------------------------------------------- of a trained model
 
 
-@torch.no_grad()
 def measure(trained: Trained, config: Config) -> Tensor:
     """What `sum_batches` adds up, of a trained model on the held-out documents of `config.data`.
 
@@ -179,26 +189,34 @@ def measure(trained: Trained, config: Config) -> Tensor:
         made_by = open_dataset(url, config).tokenizer_fingerprint
         if made_by != trained.tokenizer.fingerprint:
             raise DataError(f"{url}: was made with tokenizer {made_by}, the model's is {trained.tokenizer.fingerprint}")
+    return sum_trained(trained, validation_batches(config, 0, 1), ", ".join(config.data.datasets))
+
+
+@torch.no_grad()
+def sum_trained(trained: Trained, batches: Iterable[Batch], name: str) -> Tensor:
+    """What `sum_batches` adds up, of a trained model on a set of a `name`. Raises DataError without a trained token."""
     lengths = torch.from_numpy(trained.tokenizer.byte_lengths).to(trained.device)
 
     def forward(tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
         return cross_entropy(trained.model(tokens, positions), labels)
 
-    total = sum_batches(validation_batches(config, 0, 1), forward, lengths, trained.device)
+    total = sum_batches(batches, forward, lengths, trained.device)
     assert total is not None
     if not total[1]:
-        raise DataError(_no_label(config))
+        raise DataError(f"{name}: {NO_LABEL}")
     return total
 
 
 def as_packed(config: Config, seq_len: int | None, recorded: bool) -> Config:
-    """`config` with what a packed dataset needs: otherwise examples would be cut or see each other.
+    """`config` with what its dataset needs, if that is packed: otherwise examples would be cut or see each other.
 
     `seq_len` is what was asked for, if anything; `recorded`: `config` holds a run's. Raises ConfigError if packed rows
     have another length, or if nothing says how long the sequences of other data are.
     """
     (url,) = config.data.datasets
-    packed = open_dataset(url, config).split("validation").packed_seq_len
+    packed = 0
+    if not Path(url).is_file():
+        packed = open_dataset(url, config).split("validation").packed_seq_len
     if not packed and not (seq_len or recorded):
         raise ConfigError(f"{url}: no run says how long its sequences were; name it with --seq-len")
     if not packed:
@@ -214,6 +232,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Loss and perplexity of a trained model on held-out documents.")
     add_place_arguments(parser)
     parser.add_argument("--datasets", nargs="+", help="prepared datasets; default: those of the run")
+    parser.add_argument("--answers", nargs="+", help="files or folders as in validation.answers; default: the run's")
     parser.add_argument("--max-samples", type=int, help="sequences of each, 0: all; default: as the run")
     parser.add_argument("--seq-len", type=int, help="tokens of a sequence; default: as the run")
     parser.add_argument("--batch-size", type=int, help="sequences in a forward; default: as the run")
@@ -229,22 +248,34 @@ def main(argv: list[str]) -> None:
         if value is not None:
             values.setdefault(section, {})[name] = value
     config = settings.from_dict(values)
-    datasets = arguments.datasets
-    if not datasets and values.get("data"):
+    datasets = arguments.datasets or []
+    answers = arguments.answers or []
+    if not (datasets or answers) and values.get("data"):
         datasets = config.validation.datasets or config.data.datasets
-    if not datasets:
+        answers = config.validation.answers
+    if not (datasets or answers):
         raise ConfigError(f"{arguments.place}: no run says which datasets to measure; name them with --datasets")
     config = replace(config, validation=replace(config.validation, datasets=tuple(datasets)))
-    sets = validation_sets(config)
+    sets = validation_sets(config) if datasets else {}
     packed = {name: as_packed(sets[name], arguments.seq_len, recorded) for name in sets}  # refuses before measuring
+    gold: list[Answers] = []
+    for place in answers:
+        alone = replace(config, data=replace(config.data, datasets=(place,)))
+        alone = as_packed(alone, arguments.seq_len, recorded)
+        validation = replace(config.validation, enable=True, answers=(place,))
+        gold += load_answers(replace(alone, validation=validation), trained.tokenizer)
     for name, held_out in packed.items():
         total = measure(trained, held_out)
-        figures = _mean_figures(total)
+        figures = _figures(total)
         loss = figures["validation_loss"]
         line = f"{name}  loss {loss:.4f}  perplexity {math.exp(loss):.3f}  {int(total[1]):,} tokens"
         if "bits_per_byte" in figures:
             line += f"  {figures['bits_per_byte']:.4f} bits per byte"
         print(line, flush=True)
+    for own in gold:
+        total = sum_trained(trained, own.batches(0, 1), own.name)
+        bits = _figures(total, own.n_bytes)["bits_per_byte"]
+        print(f"{own.name}  {bits:.4f} bits per byte of answers  {int(total[1]):,} tokens", flush=True)
 
 
 if __name__ == "__main__":

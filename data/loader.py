@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from config import Config, ConfigError, file_errors
 from data.ledger import Ledger, StepShape, first_position, grad_accum_steps, saved_position
-from data.shards import DataError, Split, check_datasets, open_dataset, with_chat_template
+from data.shards import DataError, Split, check_datasets, content_hash, open_dataset, with_chat_template
 from data.stream import Stream
 from data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 
@@ -94,6 +94,8 @@ class DataLoader:
                 facts[f"{section}.{name}"] = str(value)
         facts["data.datasets"] = str([dataset.hash for dataset in self._datasets])
         facts["validation.datasets"] = str([dataset.hash for dataset in self._held_out])
+        answers = [content_hash(place, self._config) for place in self._config.validation.answers]
+        facts["validation.answers"] = str(answers)
         for key in OF_THE_NODE:
             del facts[key]
         everyone: list[Any] = [None] * dist.get_world_size()

@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -171,6 +172,13 @@ def open_dataset(url: str, config: Config | None = None) -> Dataset:
     )
 
 
+def content_hash(place: str, config: Config) -> str:
+    """What tells the content of a file, or of a dataset, from another. Raises DataError, StoreError."""
+    if Path(place).is_file():
+        return digest(Path(place).read_bytes())
+    return open_dataset(place, config).hash
+
+
 def _parse_manifest(text: bytes, name: str) -> dict[str, Any]:
     """The manifest in the content of the file `name`. Raises DataError."""
     try:
@@ -236,7 +244,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     except (DataError, DamagedError) as error:
         raise DataError(f"{error}. `python -m data.prepare --source FILES --output FOLDER` makes a dataset") from None
     for dataset in (*datasets, *held_out):
-        _check_dataset(dataset, datasets[0], config)
+        check_dataset(dataset, datasets[0], config)
     for dataset in datasets:
         _check_training(dataset, with_chat_template(datasets), config.training.seq_len)
     for dataset in held_out:
@@ -249,14 +257,15 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
 def _check_retries(config: Config) -> None:
     """Raises ConfigError if requests to a store may be repeated for so long that a rank looks hung."""
     comm = config.comm
-    urls = [*config.data.datasets, *config.validation.datasets, config.checkpoint.folder, config.checkpoint.upload]
+    measured = [*config.validation.datasets, *config.validation.answers]
+    urls = [*config.data.datasets, *measured, config.checkpoint.folder, config.checkpoint.upload]
     limit = PATIENCE * min(comm.init_timeout_seconds, comm.train_timeout_seconds)
     if any("://" in url for url in urls) and comm.store_retry_seconds >= limit:
         asked = f"must be below {limit:g} = {PATIENCE:g} x the shorter timeout of comm, or waits look like hangs"
         raise ConfigError(f"comm.store_retry_seconds = {comm.store_retry_seconds}: {asked}")
 
 
-def _check_dataset(dataset: Dataset, first: Dataset, config: Config) -> None:
+def check_dataset(dataset: Dataset, first: Dataset, config: Config) -> None:
     """Raises DataError for a dataset that does not fit the settings, the `first` one or its own manifest."""
     seq_len = config.training.seq_len
     if dataset.packed_seq_len not in (0, seq_len):  # would cut examples

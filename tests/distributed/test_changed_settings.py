@@ -33,6 +33,7 @@ FIXED = {  # setting → why this resume keeps it
     "metrics.wandb_project": "needs the package wandb",
     "training.epochs": "sets training.steps",
     "checkpoint.keep_best": "needs validation, which is switched off",
+    "validation.answers": "needs validation, which is switched off",
     "profiling.memory_snapshot": "needs CUDA",
 }
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -14,13 +15,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import models
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint import CheckpointError
 from checkpoint.loading import locate
 from checkpoint.manifest import committed, step_of
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
+from data.answers import encode_pair
 from data.loader import IGNORED, Batch, validation_batches
+from data.prepare import prepare
 from data.shards import open_dataset
+from data.tokenizer import Tokenizer
 from loss import cross_entropy
 from models import build_model, find_model
 from models.init import init_weights
@@ -32,6 +39,7 @@ from storage import open_store
 from tests.corpus import stored_blocks, write_dataset
 from tests.harness import run_ranks
 from tests.unit.test_data_tuning import folder as tuning  # noqa: F401
+from tools.compare import read_run
 from tools.hf import export_model
 from train import train
 from validate import as_packed, measure, validate_all
@@ -160,7 +168,7 @@ LOSSES = {1: 3.0, 2: 1.5, 3: 2.0, 4: 1.7, 5: 1.9, 6: 1.6}  # lowest at step 2
 def train_to_such_losses(words: list[str], losses: dict[int, float]) -> None:
     """Train with these validation losses by step."""
 
-    def validate_all(run: object, parts: object, compute: object, step: int) -> dict[str, float]:
+    def validate_all(run: object, parts: object, compute: object, step: int, *answers: object) -> dict[str, float]:
         return {"validation_loss/first": losses[step], "validation_loss/other": -losses[step]}
 
     with mock.patch("train.validate_all", validate_all):
@@ -234,6 +242,85 @@ def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(
     line = capsys.readouterr().out
     assert line.startswith(f"set  loss {loss:.4f}  perplexity ")
     assert line.endswith(f"  {tokens:,} tokens\n")
+
+
+PAIRS = [(f"{word} ka ki", f" {word}{'é' * (i % 3)} mo") for i, word in enumerate(["ba", "do", "fi", "gu", "le"])]
+SPLITS = [[], ["--data.mask_documents"]]
+SPLITS += [[f"--parallelism.{axis}=2", "--data.mask_documents"] for axis in ("tp", "cp", "pp")]
+SPLITS += [["--parallelism.dp_replicate=2", "--parallelism.local_steps=2"]]
+
+
+def bits_per_byte(folder: Path, pairs: list[tuple[str, str]]) -> float:
+    """Of answers, by transformers, for the tokens for which lm-evaluation-harness asks."""
+    TemplateLM = pytest.importorskip("lm_eval.api.model").TemplateLM
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    bits = 0.0
+    for prompt, answer in pairs:
+        asked, ids = [tokenizer.eos_token_id], tokenizer(answer)["input_ids"]
+        if prompt:
+            harness = SimpleNamespace(backend="causal", tok_encode=lambda text: tokenizer(text)["input_ids"])
+            asked, ids = TemplateLM._encode_pair(harness, prompt, answer)
+        with torch.no_grad():
+            logits = model(torch.tensor([asked + ids])).logits[0, len(asked) - 1 : -1].double()
+        bits -= logits.log_softmax(-1)[range(len(ids)), ids].sum().item() / math.log(2)
+    return bits / sum(len(answer.encode()) for _, answer in pairs)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_answers_are_measured_as_transformers_and_the_harness_would(
+    split: list[str], small: tuple[str, ...], dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, folder, run, exported = (tmp_path / name for name in ("mine.jsonl", "asked", "run", "hf"))
+    pairs = [*PAIRS, ("", "ba na")]
+    file.write_text("\n".join(json.dumps({"prompt": prompt, "answer": answer, "id": 1}) for prompt, answer in pairs))
+    records = [{"prompt": prompt, "response": answer} for prompt, answer in PAIRS]
+    prepare(records, str(folder), format="sft", tokenizer=dataset, seq_len=32, validation_fraction=1)
+    places = [file, folder] if "--data.mask_documents" in split else [file]
+    words = [*small, *split, "--training.steps=2", "--validation.answers=" + ",".join(map(str, places))]
+    words += [f"--run.folder={run}", "--checkpoint.interval=2", "--validation.interval=2"]
+    run_ranks(2, train_as, words, start_group=False)
+    export_model(str(run), exported, dtype="float32")
+    expected = {"mine": bits_per_byte(exported, pairs), "asked": bits_per_byte(exported, PAIRS)}
+    found = last_validation(run, "validation_loss")
+    capsys.readouterr()
+    validate([str(run)])
+    printed = capsys.readouterr().out.splitlines()[1:]
+    for place, line in zip(places, printed, strict=True):
+        assert found[f"bits_per_byte/{place.stem}"] == pytest.approx(expected[place.stem], rel=1e-5)
+        assert line.startswith(f"{place.stem}  {expected[place.stem]:.4f} bits per byte of answers")
+    assert {f"bits_per_byte/{place.stem}" for place in places} <= {*read_run(run)[0]}, "curves of the compare page"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (None, "mine.jsonl: No such file"),
+        ([], "holds no answers"),
+        (['{"prompt": "a", "answer": "b"}', '{"prompt": "a", "response": "b"}'], "line 2: .* 'prompt', 'response'"),
+        (['{"prompt": "a", "answer": ""}'], "line 1: the answer is empty"),
+        (['{"prompt": "a", "answer": 3}'], "line 1: answer = 3: must be a text"),
+        (['{"prompt": "\\ud800", "answer": "b"}'], "line 1: prompt = .*: must be a text"),
+        (["", "[1]"], "line 2: must be an object with prompt and answer"),
+        (["{"], "line 1: not valid JSON"),
+        ([json.dumps({"prompt": "ka " * 40, "answer": "b"})], "line 1: has 41 tokens, more than training.seq_len = 32"),
+    ],
+)
+def test_answers_that_cannot_be_measured_are_refused(
+    lines: list[str] | None, said: str, small: tuple[str, ...], tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.jsonl"
+    if lines is not None:
+        file.write_text("\n".join(lines))
+    with pytest.raises(TitaniteError, match=said):
+        train(load_config([*small, f"--validation.answers={file}", f"--run.folder={tmp_path / 'run'}"]))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_token_of_prompt_and_answer_is_the_answers() -> None:
+    raw = RawTokenizer(models.BPE({"<e>": 0, "a": 1, "b": 2, "c": 3, "bc": 4}, [("b", "c")]))
+    tokenizer = Tokenizer(raw, "<e>")
+    assert encode_pair(tokenizer, "ab", "c") == ([1, 4], 1)
+    assert encode_pair(tokenizer, "b", "c") == ([0, 4], 1), "a document's first token follows the end of another"
 
 
 def test_packed_examples_are_measured_whole_and_apart(tuning: Path) -> None:  # noqa: F811

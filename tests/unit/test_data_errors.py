@@ -1,5 +1,6 @@
 """Data that cannot be used: each case a clear error."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -204,10 +205,15 @@ def test_ranks_with_other_settings_or_datasets_do_not_start(folder, tmp_path):
         return data_config(data, training__seq_len=8, validation__datasets=[str(folder)], **overrides)
 
     own = ("data__cache_folder", "run__folder", "run__outputs")
+    answers = [config(folder, validation__answers=[str(tmp_path / name)]) for name in ("yes", "no")]
+    for name in ("yes", "no"):
+        (tmp_path / name).write_text(name)
+    yes, no = (hashlib.sha256(text).hexdigest()[:16] for text in (b"yes", b"no"))
     nodes = [dict.fromkeys(own, f"/tmp/node-{i}") | {"data__cache_gb": 1 + i} for i in range(2)]
     end = "; every node needs the same data and config"
     cases = {
         "": (config(folder, **nodes[0]), config(copy, **nodes[1])),
+        f"validation.answers: ['{no}'] on rank 1, ['{yes}'] on rank 0{end}": tuple(answers),
         f"optimizer.lr: 0.5 on rank 1, 0.0003 on rank 0{end}": (config(folder), config(folder, optimizer__lr=0.5)),
         f"data.datasets: ['{second}'] on rank 1, ['{first}'] on rank 0{end}": (config(folder), config(other)),
     }
