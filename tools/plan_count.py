@@ -249,7 +249,24 @@ def _one_step(case: Case, microbatches: int) -> Config:
 
 
 def count(cases: Sequence[Case]) -> dict[Case, DryRun]:
-    """What each case counts in a step. Raises what a run with these settings raises, above all ConfigError.
+    """What each case counts in a step. Raises what a run with these settings raises, above all ConfigError."""
+    return {case: _with_windows(counted, case.config) for case, counted in _count_causal(cases).items()}
+
+
+def _with_windows(counted: DryRun, config: Config) -> DryRun:
+    """The counts with the pairs of a query and a key that the layers' windows leave of all causal ones."""
+    flavor = find_model(config.model, DEFAULT_VOCAB_SIZE)[1]
+    S = config.training.seq_len
+    causal = flavor.n_layers * S * (S + 1)
+    seen = 0
+    for layer in range(flavor.n_layers):
+        window = min(flavor.window(layer) or S, S)
+        seen += window * (2 * S - window + 1)
+    return counted._replace(attention=counted.attention * seen // causal)
+
+
+def _count_causal(cases: Sequence[Case]) -> dict[Case, DryRun]:
+    """What each case counts in a step, as if no layer had a window.
 
     Dry runs run in parallel, each in a process of its own: forked, since imports take longer than small runs.
     """
@@ -272,12 +289,13 @@ def count_few_layers(cases: Sequence[Case]) -> dict[Case, DryRun]:
     Only Muon's exchange is no line, since ranks share whole matrices.
     """
     short = {case: _with_few_layers(case) for case in cases}
-    counts = count([few for pair in short.values() for few in pair])
+    counts = _count_causal([few for pair in short.values() for few in pair])
     found = {}
     for case, pair in short.items():
         layers = [n_layers(each.config) for each in (*pair, case)]
         steps = (layers[-1] - layers[-2]) // max(layers[-2] - layers[0], 1)
-        found[case] = DryRun(*_extend(counts[pair[0]], counts[pair[-1]], steps))
+        counted = DryRun(*_extend(counts[pair[0]], counts[pair[-1]], steps))
+        found[case] = _with_windows(counted, case.config)
     return found
 
 

@@ -66,6 +66,7 @@ CASES = {
     "PP 2, uneven": case(2, f"{LAYERS}=5", PIPELINE, f"{LOCAL}=2", stage=1),
     "PP 2, interleaved": case(2, f"{LAYERS}=6", PIPELINE, INTERLEAVED, f"{LOCAL}=2", FULL),
     "Muon": case(2, f"{LAYERS}=2", "--optimizer.name=muon"),
+    "windows": case(1, f"{LAYERS}=2", "--model.windows=[32, 0]"),
 }
 
 
@@ -117,6 +118,8 @@ FIGURES: dict[str, dict[str, int]] = {
         "attention": (3 * 7 + 2 * 2) * 96 * HEADS * TOKENS,
         "weights": BYTES * (3 * GROUP + 2 * END + DIM) // 2,
     },
+    # The first 32 tokens see 1 to 32, the other 64 see 32; without a window they see 1 to 96.
+    "windows": {"attention": 7 * 96 * HEADS * TOKENS * (4656 + 528 + 64 * 32) // 4656},
 }
 OPTIMIZERS = {"Muon": BYTES * (2 * WEIGHTS + 2 * (2 * END + (2 * 2 + 1) * DIM)) / 2}  # one moment of its matrices
 
