@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from config import ConfigError, TitaniteError, command_line, file_errors
+from config import ConfigError, TitaniteError, command_line
 from data.chat import chat_of
 from data.conversations import read_conversation
 from data.tokenizer import Tokenizer
 from models.llama.model import KVCache
 from models.trained import Trained, add_place_arguments, load_from_arguments
+from storage.records import read_lines
 
 Record = dict[str, Any]  # {"prompt": text} or {"messages": conversation}
 PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of the logits, which go unused
@@ -290,20 +291,6 @@ def chat(trained: Trained, system: str, request: Request) -> None:
         warn_if_longer(trained, len(prompt), request)
         answer = continue_one(trained, prompt, request)
         messages = [*turn, {"role": "assistant", "content": answer}]
-
-
-def read_lines(file: Path, needed: str, record_of: Callable[[Any], Record]) -> list[Record]:
-    """`record_of` the JSON of every line of a file. Raises ConfigError that names the line."""
-    records = []
-    with file_errors(), file.open("rb") as lines:  # as bytes, since JSON may hold other line ends
-        for number, line in enumerate(lines, start=1):
-            try:
-                records.append(record_of(json.loads(line)))
-            except (ValueError, KeyError, TypeError, AttributeError, TitaniteError) as error:
-                raise ConfigError(f"{file}, line {number}: must be an object with {needed}: {error!r}") from None
-    if not records:
-        raise ConfigError(f"{file}: holds no prompts")
-    return records
 
 
 def prompt_of(record: Any) -> Record:

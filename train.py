@@ -115,7 +115,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         flops = model.flops_per_token(training.seq_len)  # type: ignore[operator]
         size = f"{n_parameters:,} parameters, in {training.param_dtype}"
         logger.info(f"model {config.model.name} {config.model.flavor}: {size}")
-        for line in (*groups, data.describe(steps), *(own.summary for own in answers)):
+        for line in (*groups, data.describe(steps)):
             logger.info(line)
         parts = spec.apply_parallelism(model, mesh, config)
         set_timeout(config.comm.init_timeout_seconds)

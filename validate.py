@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import config as settings
 from config import Config, ConfigError, command_line
-from data.answers import Answers, load_answers
+from data.answers import Answers, load_answers, name_sets
 from data.loader import Batch, validation_batches
 from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
@@ -43,11 +43,8 @@ def validation_sets(config: Config) -> dict[str, Config]:
     urls = config.validation.datasets
     if not urls:
         return {"": config}
-    names = [url.rstrip("/").rpartition("/")[2] for url in urls]
-    if len(set(names)) < len(urls):
-        names = list(urls)
     sets = {}
-    for name, url in zip(names, urls, strict=True):
+    for name, url in zip(name_sets(*urls), urls, strict=True):
         sets[name] = replace(config, data=replace(config.data, datasets=(url,), weights=()))
     return sets
 

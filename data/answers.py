@@ -1,20 +1,22 @@
 """Prompts with gold answers, whose bits per byte validations report: from a JSONL file or a folder of tuning data."""
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import pyarrow as pa
 import torch
 
-from config import Config, ConfigError, file_errors
-from data.loader import IGNORED, Batch, validation_batches
+from config import Config, ConfigError, TitaniteError
+from data.chat import encode_answer
+from data.loader import IGNORED, Batch, padded_batches, validation_batches
+from data.packing import PackedRows, pack
 from data.shards import DataError, check_dataset, open_dataset
 from data.tokenizer import Tokenizer
-
-KEYS = ("prompt", "answer")
+from storage.records import read_lines
 
 
 class Answers(NamedTuple):
@@ -22,166 +24,68 @@ class Answers(NamedTuple):
 
     name: str
     batches: Callable[[int, int], Iterator[Batch]]
-    n_bytes: int  # of the answers in UTF-8; 0: those of the labels
-    summary: str
-
-
-class Example(NamedTuple):
-    """The tokens of a prompt and its answer, which begins at token `start`."""
-
-    ids: list[int]
-    start: int
+    n_bytes: int = 0  # of the answers in UTF-8; 0: those of the labels
 
 
 def load_answers(config: Config, tokenizer: Tokenizer) -> list[Answers]:
     """The sets of validation.answers. Raises ConfigError, DataError, StoreError."""
-    places = config.validation.answers
-    if places and not config.validation.enable:
-        needed = "validation.enable = true, and data that holds documents out"
-        raise ConfigError(f"validation.answers = {list(places)}: needs {needed}")
-    names = [_last_name(place) for place in (*places, *config.validation.datasets)]
-    if len(set(names)) < len(names):
-        names = list(places)
+    validation = config.validation
+    if validation.answers and not validation.enable:
+        needed = "needs validation.enable = true, and data that holds documents out"
+        raise ConfigError(f"validation.answers = {list(validation.answers)}: {needed}")
+    names = name_sets(*validation.answers, *validation.datasets)
     sets = []
-    for name, place in zip(names, places, strict=False):  # those of datasets come last
+    for name, place in zip(names, validation.answers, strict=False):
         is_folder = "://" in place or Path(place).is_dir()
         load = _load_folder if is_folder else _load_file
         sets.append(load(name, place, config, tokenizer))
     return sets
 
 
-def _last_name(place: str) -> str:
-    return place.rstrip("/").rpartition("/")[2].removesuffix(".jsonl")
+def name_sets(*places: str) -> list[str]:
+    """The last parts of their names, without .jsonl, or the whole ones if two share one."""
+    names = [place.rstrip("/").rpartition("/")[2].removesuffix(".jsonl") for place in places]
+    return names if len(set(names)) == len(names) else list(places)
 
 
 def _load_folder(name: str, url: str, config: Config, tokenizer: Tokenizer) -> Answers:
-    """The held-out examples of prepared tuning data."""
-    refused = f"validation.answers: {url}:"
-    if url.endswith(".jsonl"):
-        raise ConfigError(f"{refused} a JSONL file must be on the disk of every node")
+    """All held-out examples of prepared tuning data."""
     dataset = open_dataset(url, config)
-    if not dataset.packed_seq_len:
-        raise DataError(f"{refused} holds documents; answers are in what --format=sft or chat has prepared")
     if dataset.tokenizer_fingerprint != tokenizer.fingerprint:
-        raise DataError(f"{refused} was made with another tokenizer than the model's")
+        raise DataError(f"{url}: was made with another tokenizer than the model's")
     check_dataset(dataset, dataset, config)
-    rows = dataset.split("validation").total_tokens // dataset.packed_seq_len
-    byte_lengths = torch.from_numpy(tokenizer.byte_lengths)
-    if not byte_lengths.any():
-        raise DataError(f"{refused} the bytes of its tokens are not known with this tokenizer; name a JSONL file")
+    dataset.split("validation")
     data = replace(config.data, datasets=(url,), weights=())
     own = replace(config, data=data, validation=replace(config.validation, max_samples=0))
-    return Answers(name, partial(_folder_batches, own, byte_lengths), 0, f"answers {name}: {rows:,} sequences")
+    return Answers(name, partial(_folder_batches, own, torch.from_numpy(tokenizer.byte_lengths)))
 
 
 def _folder_batches(config: Config, byte_lengths: torch.Tensor, dp_rank: int, dp_size: int) -> Iterator[Batch]:
-    """What was trained on, but for special tokens, such as the end of an answer: they are no text."""
+    """What is trained, but for special tokens such as an answer's end, which are no text."""
     for batch in validation_batches(config, dp_rank, dp_size):
         is_text = byte_lengths[batch.labels.clamp(min=0)] > 0
         yield batch._replace(labels=torch.where(is_text, batch.labels, IGNORED))
 
 
 def _load_file(name: str, file: str, config: Config, tokenizer: Tokenizer) -> Answers:
-    """The examples of a JSONL file."""
+    """The examples of a JSONL file: one in a sequence or, if documents are told apart, as many as fit."""
     seq_len = config.training.seq_len
-    examples = []
-    n_bytes = 0
-    with file_errors(), open(file, "rb") as lines:  # as bytes, since JSON may hold other line ends
-        for number, line in enumerate(lines, start=1):
-            where = f"validation.answers: {file}, line {number}:"
-            if not line.strip():
-                continue
-            prompt, answer = _read_pair(line, where)
-            example = encode_pair(tokenizer, prompt, answer)
-            length = len(example.ids)
-            if example.start == length:
-                raise ConfigError(f"{where} answer = {answer!r}: the tokenizer makes no token of it")
-            if length > seq_len:
-                raise ConfigError(f"{where} has {length} tokens, more than training.seq_len = {seq_len}")
-            examples.append(example)
-            n_bytes += len(answer.encode())
-    if not examples:
-        raise ConfigError(f"validation.answers: {file}: holds no answers")
-    rows = _rows(examples, config)
-    summary = f"answers {name}: {len(examples):,} of {n_bytes:,} bytes in {len(rows):,} sequences"
-    return Answers(name, partial(_file_batches, rows, config), n_bytes, summary)
 
+    def read(record: Any) -> tuple[np.ndarray, int]:
+        if not {"prompt", "answer"} <= record.keys():
+            raise TitaniteError(f'has no "prompt" or no "answer", but the keys {", ".join(record)}')
+        answer = record["answer"]
+        if not answer:
+            raise TitaniteError("the answer is empty")
+        tokens = encode_answer(tokenizer, record["prompt"], answer)
+        if len(tokens) > seq_len:
+            raise TitaniteError(f"has {len(tokens)} tokens, more than training.seq_len = {seq_len}")
+        return tokens, len(answer.encode())
 
-def _read_pair(line: bytes, where: str) -> tuple[str, str]:
-    """Prompt and answer of a line. Raises ConfigError."""
-    try:
-        record = json.loads(line)
-    except ValueError as error:  # also bytes that are not UTF-8
-        raise ConfigError(f"{where} not valid JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise ConfigError(f"{where} must be an object with {' and '.join(KEYS)}")
-    texts = []
-    for key in KEYS:
-        if key not in record:
-            raise ConfigError(f"{where} has no {key!r}, but the keys {', '.join(map(repr, record)) or 'of nothing'}")
-        text = record[key]
-        if not isinstance(text, str) or not _is_utf8(text):
-            raise ConfigError(f"{where} {key} = {repr(text)[:80]}: must be a text")
-        texts.append(text)
-    prompt, answer = texts
-    if not answer:
-        raise ConfigError(f"{where} the answer is empty")
-    return prompt, answer
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, as JSON may spell it
-        return False
-    return True
-
-
-def encode_pair(tokenizer: Tokenizer, prompt: str, answer: str) -> Example:
-    """Both as one text, as a model reads it. The answer begins where its tokens part from those of the prompt alone.
-
-    A token of both texts counts, too. These are the tokens of lm-evaluation-harness, unless the prompt ends in spaces,
-    all of which it counts. Where nothing comes before the first of them, the end of a document does, as in training.
-    """
-    ids = tokenizer.encode(prompt + answer)
-    asked = tokenizer.encode(prompt)
-    start = 0
-    while start < min(len(ids), len(asked)) and ids[start] == asked[start]:
-        start += 1
-    if start == 0:
-        return Example([tokenizer.eos_id, *ids], 1)
-    return Example(ids, start)
-
-
-def _rows(examples: Sequence[Example], config: Config) -> list[list[Example]]:
-    """The examples of each sequence: one or, if documents are told apart, as many as fit, in order."""
-    rows: list[list[Example]] = []
-    room = 0
-    for example in examples:
-        if len(example.ids) > room or not config.data.mask_documents:
-            rows.append([])
-            room = config.training.seq_len
-        rows[-1].append(example)
-        room -= len(example.ids)
-    return rows
-
-
-def _file_batches(rows: Sequence[Sequence[Example]], config: Config, dp_rank: int, dp_size: int) -> Iterator[Batch]:
-    """Yield the rows, the same ones whatever dp_size, as batches. What is missing is padding without labels."""
-    size = config.training.local_batch_size
-    seq_len = config.training.seq_len
-    for turn in range(0, len(rows), size * dp_size):
-        first = turn + dp_rank * size
-        tokens = torch.zeros(size, seq_len, dtype=torch.int64)
-        labels = torch.full_like(tokens, IGNORED)
-        positions = torch.arange(seq_len).repeat(size, 1)
-        for row, examples in enumerate(rows[first : first + size]):
-            at = 0
-            for ids, start in examples:
-                end = at + len(ids)
-                tokens[row, at:end] = torch.tensor(ids)
-                labels[row, at + start - 1 : end - 1] = torch.tensor(ids[start:])
-                positions[row, at:] = torch.arange(seq_len - at)
-                at = end
-            positions[row, at:] = torch.arange(seq_len - at)
-        yield Batch(tokens, labels, positions if config.data.mask_documents else None)
+    found = read_lines(Path(file), 'texts "prompt" and "answer"', read)
+    examples = [tokens for tokens, _ in found]
+    groups = [examples] if config.data.mask_documents else [[example] for example in examples]
+    rows = [pack(pa.array(group), seq_len, tokenizer.eos_id).values.to_numpy() for group in groups]
+    stream = PackedRows(np.concatenate(rows))
+    samples = [(stream, first) for first in range(0, len(stream.values), seq_len)]
+    return Answers(name, partial(padded_batches, samples, config), sum(n_bytes for _, n_bytes in found))

@@ -533,3 +533,20 @@ def _pair(tokenizer: Tokenizer, prompt: Any, response: Any) -> Example:
         ids = [*ids, tokenizer.eos_id]
     start = _shared(ids, asked)
     return Example(ids, [False] * start + [True] * (len(ids) - start))
+
+
+def encode_answer(tokenizer: Tokenizer, prompt: str, answer: str) -> np.ndarray:
+    """Prompt and answer as an example, uint32 with the bits of data.packing: one text, as a model reads it.
+
+    The answer begins where its tokens part from those of the prompt. These are the tokens of lm-evaluation-harness,
+    unless the prompt ends in spaces, all of which it counts. Where nothing comes before the first, the end of another
+    document does, as in training. Raises TitaniteError.
+    """
+    ids = tokenizer.encode(prompt + answer)
+    start = _shared(ids, tokenizer.encode(prompt))
+    if start == len(ids):
+        raise TitaniteError("the tokenizer makes no token of the answer")
+    if start == 0:
+        ids = [tokenizer.eos_id, *ids]
+        start = 1
+    return _with_bits(Example(ids, [False] * start + [True] * (len(ids) - start)))

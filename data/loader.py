@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from config import Config, ConfigError, file_errors
 from data.ledger import Ledger, StepShape, first_position, grad_accum_steps, saved_position
+from data.packing import PackedRows
 from data.shards import DataError, Split, check_datasets, content_hash, open_dataset, with_chat_template
 from data.stream import Stream
 from data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
@@ -237,7 +238,7 @@ def _empty(rows: int, config: Config, pin_memory: bool = False) -> Batch:
     return Batch(*fields)
 
 
-def _fill(batch: Batch, rows: Sequence[int] | np.ndarray, stream: Stream, start: int) -> None:
+def _fill(batch: Batch, rows: Sequence[int] | np.ndarray, stream: Stream | PackedRows, start: int) -> None:
     """Fill `rows` with the tokens of a stream from `start` on, labels with the next token of each."""
     seq_len = batch.tokens.shape[1]
     count = len(rows) * seq_len
@@ -265,22 +266,30 @@ def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[B
     splits = [open_dataset(url, config).splits["validation"] for url in config.data.datasets]
     splits = [split for split in splits if split.shards]
     seq_len = config.training.seq_len
-    size = config.training.local_batch_size
     total, datasets, starts = _held_out_samples(splits, seq_len, config.validation.max_samples)
     if not total:
         raise DataError(f"data.datasets = {list(config.data.datasets)}: no held-out document has two tokens")
     with ThreadPoolExecutor(READERS, thread_name_prefix="reader") as readers:
         streams = [Stream(split, "", readers, None, 1, read_ahead=len(starts) == total) for split in splits]
-        for turn in range(0, len(datasets), size * dp_size):
-            first = turn + dp_rank * size
-            batch = _empty(size, config)
-            batch.tokens.zero_()  # padding
-            batch.labels.fill_(IGNORED)
-            if batch.positions is not None:
-                batch.positions.copy_(torch.arange(seq_len))
-            for row, sample in enumerate(range(first, min(first + size, len(datasets)))):
-                _fill(batch, [row], streams[datasets[sample]], starts[sample])
-            yield batch
+        samples = [(streams[dataset], start) for dataset, start in zip(datasets, starts, strict=True)]
+        yield from padded_batches(samples, config, dp_rank, dp_size)
+
+
+def padded_batches(
+    samples: Sequence[tuple[Stream | PackedRows, int]], config: Config, dp_rank: int, dp_size: int
+) -> Iterator[Batch]:
+    """Yield samples, each a stream and the first token there, as batches. Missing ones are rows with labels IGNORED."""
+    size = config.training.local_batch_size
+    for turn in range(0, len(samples), size * dp_size):
+        first = turn + dp_rank * size
+        batch = _empty(size, config)
+        batch.tokens.zero_()  # padding
+        batch.labels.fill_(IGNORED)
+        if batch.positions is not None:
+            batch.positions.copy_(torch.arange(config.training.seq_len))
+        for row, (stream, start) in enumerate(samples[first : first + size]):
+            _fill(batch, [row], stream, start)
+        yield batch
 
 
 def _held_out_samples(splits: list[Split], seq_len: int, max_samples: int) -> tuple[int, list[int], list[int]]:

@@ -5,6 +5,7 @@ that length is therefore a whole row, wherever data.order puts it, and no exampl
 """
 
 from bisect import bisect_left, insort
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -52,3 +53,15 @@ def unpack(values: np.ndarray) -> tuple[list[int], list[slice]]:
     edges = np.flatnonzero(hidden[1:] != hidden[:-1]).tolist()
     values &= TOKEN_BITS
     return np.diff(bounds).tolist(), [slice(*edge) for edge in zip(edges[::2], edges[1::2], strict=True)]
+
+
+class PackedRows(NamedTuple):
+    """Packed rows in memory, to be read as a `data.stream.Stream` is."""
+
+    values: np.ndarray
+
+    def read(self, start: int, count: int) -> tuple[np.ndarray, list[int], list[slice]]:
+        tokens = self.values[start : start + count]
+        missing = np.full(count - len(tokens), START | HIDDEN, np.uint32)
+        tokens = np.concatenate((tokens, missing))
+        return tokens, *unpack(tokens)

@@ -6,12 +6,14 @@ A kill or a full disk may cut the last line. A cut line counts as never written.
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from config import LOCAL
+from config import LOCAL, ConfigError, TitaniteError, file_errors
+
+T = TypeVar("T")
 
 
 def open_records(path: Path) -> IO[str]:
@@ -64,3 +66,19 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The records so far, [] if there is no file. Raises ValueError for a line that is not JSON."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
     return [json.loads(line) for line in lines]
+
+
+def read_lines(file: Path, needed: str, record_of: Callable[[Any], T]) -> list[T]:
+    """`record_of` the JSON of every line of a user's file. Raises ConfigError naming the line and what is `needed`."""
+    records = []
+    with file_errors(), file.open("rb") as lines:  # as bytes, since JSON may hold other line ends
+        for number, line in enumerate(lines, start=1):
+            try:
+                records.append(record_of(json.loads(line)))
+            except TitaniteError as error:
+                raise ConfigError(f"{file}, line {number}: {error}") from None
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(f"{file}, line {number}: must be an object with {needed}: {error!r}") from None
+    if not records:
+        raise ConfigError(f"{file}: holds no line")
+    return records

@@ -23,8 +23,9 @@ from checkpoint import CheckpointError
 from checkpoint.loading import locate
 from checkpoint.manifest import committed, step_of
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
-from data.answers import encode_pair
+from data.chat import encode_answer
 from data.loader import IGNORED, Batch, validation_batches
+from data.packing import HIDDEN, START
 from data.prepare import prepare
 from data.shards import open_dataset
 from data.tokenizer import Tokenizer
@@ -295,13 +296,16 @@ def test_answers_are_measured_as_transformers_and_the_harness_would(
     ("lines", "said"),
     [
         (None, "mine.jsonl: No such file"),
-        ([], "holds no answers"),
-        (['{"prompt": "a", "answer": "b"}', '{"prompt": "a", "response": "b"}'], "line 2: .* 'prompt', 'response'"),
+        ([], "holds no line"),
+        (
+            ['{"prompt": "a", "answer": "b"}', '{"prompt": "a", "response": "b"}'],
+            "line 2: has no .* keys prompt, resp",
+        ),
         (['{"prompt": "a", "answer": ""}'], "line 1: the answer is empty"),
-        (['{"prompt": "a", "answer": 3}'], "line 1: answer = 3: must be a text"),
-        (['{"prompt": "\\ud800", "answer": "b"}'], "line 1: prompt = .*: must be a text"),
-        (["", "[1]"], "line 2: must be an object with prompt and answer"),
-        (["{"], "line 1: not valid JSON"),
+        (['{"prompt": "a", "answer": 3}'], 'line 1: must be an object with texts "prompt" and "answer"'),
+        (['{"prompt": "\\ud800", "answer": "b"}'], "line 1: must be an object with texts"),
+        (["[1]"], "line 1: must be an object with texts"),
+        (["{"], "line 1: must be an object with texts"),
         ([json.dumps({"prompt": "ka " * 40, "answer": "b"})], "line 1: has 41 tokens, more than training.seq_len = 32"),
     ],
 )
@@ -319,8 +323,9 @@ def test_answers_that_cannot_be_measured_are_refused(
 def test_a_token_of_prompt_and_answer_is_the_answers() -> None:
     raw = RawTokenizer(models.BPE({"<e>": 0, "a": 1, "b": 2, "c": 3, "bc": 4}, [("b", "c")]))
     tokenizer = Tokenizer(raw, "<e>")
-    assert encode_pair(tokenizer, "ab", "c") == ([1, 4], 1)
-    assert encode_pair(tokenizer, "b", "c") == ([0, 4], 1), "a document's first token follows the end of another"
+    first = START | HIDDEN
+    assert encode_answer(tokenizer, "ab", "c").tolist() == [1 | first, 4]
+    assert encode_answer(tokenizer, "b", "c").tolist() == [0 | first, 4], "a document follows the end of another"
 
 
 def test_packed_examples_are_measured_whole_and_apart(tuning: Path) -> None:  # noqa: F811

@@ -310,7 +310,7 @@ def test_conversations_of_a_file_are_answered_as_by_transformers(
         (["--prompt=a", "--batch-size=0"], "--batch-size 0: must be at least 1"),
         (["--prompt=a", "--stop="], "--stop: must not be empty"),
         (["--prompt=a\udcff"], r"prompt = 'a\\udcff': is not UTF-8"),
-        (["--prompts-file=empty.jsonl"], r"empty\.jsonl: holds no prompts"),
+        (["--prompts-file=empty.jsonl"], r"empty\.jsonl: holds no line"),
         (["--prompt=a", "--system=b"], "--system is for --chat"),
         (["--prompt="], "prompt = '': the tokenizer makes no token of it"),
         (["--prompts-file=bad.jsonl"], r"bad\.jsonl, line 2: must be an object with a text "),
