@@ -39,19 +39,16 @@ class ModelSpec:
     hf: Any = None
 
 
-MODELS = MappingProxyType(
-    {
-        "llama": ModelSpec(
-            model=Llama,
-            flavors=FLAVORS,
-            recorded_flavor=recorded_flavor,
-            check_parallelism=check_parallelism,
-            check_replacements=check_replacements,
-            apply_parallelism=apply_parallelism,
-            hf=llama_hf,
-        )
-    }
+LLAMA = ModelSpec(
+    model=Llama,
+    flavors=FLAVORS,
+    recorded_flavor=recorded_flavor,
+    check_parallelism=check_parallelism,
+    check_replacements=check_replacements,
+    apply_parallelism=apply_parallelism,
+    hf=llama_hf,
 )
+MODELS = MappingProxyType({"llama": LLAMA})
 
 
 def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, Any]:

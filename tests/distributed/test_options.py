@@ -1,12 +1,18 @@
-"""A model with all options of LlamaConfig on, in every layout, against a plain loop in one process."""
+"""A model with all options of LlamaConfig on, and one of a fork, in every layout, against a plain loop."""
 
 import dataclasses
+import re
+import sys
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
-from config import ConfigError
+import models
+import tests.parity
+from config import ConfigError, Model
 from models.llama.model import RopeScaling
 from models.llama.parallelize import check_parallelism
 from tests.parity import FLAVOR, GLOBAL_BATCH, case, compare, config_for
@@ -50,9 +56,37 @@ def test_equals_a_plain_loop(name: str) -> None:
     ("layout", "options", "said"),
     [
         ({"cp": 2, "cp_method": "ring"}, {"windows": (8,)}, 'cp_method = "ring": has no windows'),
+        ({"tp": 2}, {"vocab_size": 49_159}, "tp = 2: must divide vocab_size = 49159; without initial weights"),
         ({"tp": 2}, {"qk_norm": "width"}, "tp = 2: no rank has the whole width"),
     ],
 )
 def test_what_a_layout_cannot_do_is_refused(layout: dict[str, Any], options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_parallelism(dataclasses.replace(FLAVOR, **options), config_for(1, 1, **layout))
+
+
+@pytest.fixture
+def palm(monkeypatch: pytest.MonkeyPatch) -> type:
+    """The class of docs/model.md's example, which `model.name = "palm"` trains."""
+    page = Path(__file__).parents[2] / "docs" / "model.md"
+    of_model, of_models = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    written = ModuleType("models.palm")
+    monkeypatch.setitem(sys.modules, "models.palm", written)
+    exec(of_model, written.__dict__)
+    names = vars(models) | {"partial": partial}
+    exec(of_models, names)
+    monkeypatch.setattr(models, "MODELS", {**models.MODELS, "palm": names["PALM"]})
+    return written.Palm  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"compile": "aot_eager"}, {"dp_shard": 2, "tp": 2}, {"dp_shard": 2, "cp": 2}, {"pp": 2, "pp_microbatch_size": 2}],
+    ids=str,
+)
+def test_a_model_of_a_fork(layout: dict[str, Any], palm: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tests.parity, "Llama", palm)
+    tests.parity.plain_run.cache_clear()
+    config, plain, tolerances, batches = case({}, **layout)
+    compare(dataclasses.replace(config, model=Model(name="palm")), plain, tolerances, batches)
+    tests.parity.plain_run.cache_clear()

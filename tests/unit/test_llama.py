@@ -6,6 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from transformers import LlamaConfig as HFConfig
@@ -17,6 +20,7 @@ from models.init import init_weights
 from models.llama import FLAVORS
 from models.llama.hf import from_hf_config, hf_names
 from models.llama.model import (
+    Block,
     Llama,
     LlamaConfig,
     RMSNorm,
@@ -230,3 +234,39 @@ def test_flops_per_token() -> None:
         model(torch.zeros(1, seq_len, dtype=torch.long))
     norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
     assert model.flops_per_token(seq_len) * seq_len == 3 * counter.get_total_flops() + 6 * norms * seq_len
+
+
+class PlainBlock(Block):
+    """Llama's, as if there were no options."""
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        at = self.attention
+        h = self.attention_norm(x)
+        shape = (*x.shape[:2], -1, at.head_dim)
+        q = at.wq(h).unflatten(-1, (-1, at.head_dim)).view(shape)
+        k = at.wk(h).unflatten(-1, (-1, at.head_dim)).view(shape)
+        v = at.wv(h).unflatten(-1, (-1, at.head_dim)).view(shape)
+        q = apply_rope(q, cos, sin).transpose(1, 2)
+        k = apply_rope(k, cos, sin).transpose(1, 2)
+        h = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
+        x = x + at.wo(h.transpose(1, 2).reshape(*x.shape[:2], -1))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+def test_options_that_are_off_add_no_operation_to_a_compiled_block() -> None:
+    operations: list[list[str]] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        operations.append(sorted(str(node.target) for node in graph.graph.nodes if node.op == "call_function"))
+        return graph.forward
+
+    compile_operations = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    for kind in (PlainBlock, Block):
+        torch.manual_seed(0)
+        block = kind(FLAVORS["tiny"])
+        cos, sin = rope_cos_sin(FLAVORS["tiny"].rope(0), torch.arange(16)[None])
+        torch._dynamo.reset()
+        block.compile(backend=compile_operations, fullgraph=True)
+        block(torch.randn(2, 16, 64, requires_grad=True), cos, sin).sum().backward()
+    forward, backward, *of_block = operations
+    assert of_block == [forward, backward]
