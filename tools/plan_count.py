@@ -257,12 +257,9 @@ def _with_windows(counted: DryRun, config: Config) -> DryRun:
     """The counts with the pairs of a query and a key that the layers' windows leave of all causal ones."""
     flavor = find_model(config.model, DEFAULT_VOCAB_SIZE)[1]
     S = config.training.seq_len
-    causal = flavor.n_layers * S * (S + 1)
-    seen = 0
-    for layer in range(flavor.n_layers):
-        window = min(flavor.window(layer) or S, S)
-        seen += window * (2 * S - window + 1)
-    return counted._replace(attention=counted.attention * seen // causal)
+    windows = [min(flavor.window(layer) or S, S) for layer in range(flavor.n_layers)]
+    seen = sum(window * (2 * S - window + 1) for window in windows)
+    return counted._replace(attention=counted.attention * seen // (len(windows) * S * (S + 1)))
 
 
 def _count_causal(cases: Sequence[Case]) -> dict[Case, DryRun]:

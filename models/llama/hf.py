@@ -198,7 +198,7 @@ def from_hf_config(hf: Mapping[str, Any]) -> LlamaConfig:
     """The shape that a config.json describes. Raises ValueError for one we cannot run."""
     family = _find_family(hf.get("model_type"))
     hf = {"rms_norm_eps": 1e-6, **family.defaults, **hf}
-    if hf.get("use_sliding_window") is False:
+    if "sliding_window" not in family.options and hf.get("use_sliding_window") is False:
         hf["sliding_window"] = None
     missing = [key for key in CONFIG_KEYS.values() if key not in hf]
     if missing:

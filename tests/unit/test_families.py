@@ -49,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.5, "truncate": False},
     },
     "yarn, as DeepSeek": {"model_type": "llama", "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.5}},
-    "mistral": {"model_type": "mistral", "sliding_window": 24},
+    "mistral": {"model_type": "mistral", "sliding_window": 24, "use_sliding_window": False},  # which it has not
     "mistral, head_dim": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen2 with windows": {
