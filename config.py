@@ -104,10 +104,40 @@ class Form:
         return self.meaning
 
 
+@dataclass(frozen=True)
+class ByTokens:
+    """Allowed numbers, and schedules of them, see `parse_schedule`."""
+
+    min: int
+
+    def __contains__(self, value: int | str) -> bool:
+        entry = r" *[1-9]\d* *@ *\d[\d_]*(\.\d+)?[kMBT]? *"
+        if isinstance(value, str) and not re.fullmatch(f"{entry}(,{entry})*", value):
+            return False
+        begins = [begin for begin, _ in parse_schedule(value)]
+        is_ascending = begins == sorted(set(begins))
+        return begins[0] == 0 and is_ascending and all(number >= self.min for _, number in parse_schedule(value))
+
+    def __str__(self) -> str:
+        return f'>= {self.min}, or such numbers by the tokens seen, from 0 on: "128 @ 0, 256 @ 1.5B"'
+
+
+def parse_schedule(value: int | str) -> list[tuple[int, int]]:
+    """(tokens seen by the run, number from there on) in ascending order, of a number or of text that names such.
+
+    In text such as "128 @ 0, 192 @ 500M, 256 @ 1.5B" tokens may end with k, M, B or T, as 10^3 to 10^12.
+    """
+    if isinstance(value, int):
+        return [(0, value)]
+    found = re.findall(r"(\d+) *@ *([\d_.]+)([kMBT]?)", value)
+    return [(round(float(tokens) * 1000 ** " kMBT".find(unit or " ")), int(number)) for number, tokens, unit in found]
+
+
 LOCAL = Form(r"(?!~|\w+:/)", "that names a folder or file, not a URL, with ~ written out")
 LOCAL_OR_S3 = Form(r"s3://[^/]|(?!~|\w+:/)", "that names a folder, with ~ written out, or s3://bucket/prefix")
 Count = Annotated[int, Range(0)]
 Positive = Annotated[int, Range(1)]
+CountByTokens = Annotated[int | str, ByTokens(0)]
 NonNegative = Annotated[float, Range(0.0)]
 AboveZero = Annotated[float, Range(1e-30)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
@@ -179,8 +209,9 @@ class Training:
     """Tokens per sequence."""
     local_batch_size: Positive = 8
     """Sequences per microbatch on each data-parallel rank."""
-    global_batch_size: Count = 0
-    """Sequences per optimizer step, over all ranks and microbatches. 0: one microbatch on every rank."""
+    global_batch_size: CountByTokens = 0
+    """Sequences per optimizer step, over all ranks and microbatches. 0: one microbatch on every rank. "128 @ 0,
+    256 @ 2B": 128, and 256 from the first step on that begins when the run has seen 2 billion tokens."""
     max_norm: NonNegative = 1.0
     """Clip gradients to this norm. 0: no clipping, the norm is only reported."""
     param_dtype: Literal["auto", "bfloat16", "float32"] = "auto"
@@ -246,6 +277,8 @@ class LRScheduler:
     """Shape of the decay of `wsd`. `sqrt`: fast at first, 1 - the root of the decay's share."""
     min_lr_factor: Fraction = 0.1
     """Final learning rate as a share of the peak."""
+    follow_batch: bool = False
+    """Multiply the rate by the square root of the step's tokens over those of the run's first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -638,6 +671,8 @@ def _parse_value(text: str, kind: Any) -> Any:
     if get_origin(base) is tuple and not text.lstrip().startswith("["):
         return [_parse_value(part.strip(), get_args(base)[0]) for part in text.split(",") if part.strip()]
     with suppress(ValueError):
+        if base == int | str:
+            return int(text)
         if base in (int, float):
             return base(text)
         if base is bool or get_origin(base) is tuple:
@@ -664,6 +699,8 @@ def _check_value(key: str, value: Any, kind: Any = None) -> Any:
                 raise ConfigError(f"{key}.{name}: unknown key; one of {', '.join(kinds)}")
             fields[name] = _check_value(f"{key}.{name}", entry, kinds[name])
         return base(**fields)
+    elif base == int | str and type(value) in (int, str) and value in allowed:
+        return value
     elif base is float and type(value) is int:
         return _check_value(key, float(value), kind)
     elif isinstance(allowed, Form) and re.search(r"://[^/@]*@", str(value)):  # other text may hold such words
@@ -681,8 +718,9 @@ def _kind_name(kind: Any) -> str:
         return f"a list, each {_kind_name(get_args(kind)[0])}"
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
-    names = {int: "an integer", float: "a number", str: "a string", bool: "true or false", ParameterGroup: "a table"}
-    return names[kind]
+    if kind is ParameterGroup:
+        return "a table"
+    return {int: "an integer", int | str: "an integer", float: "a number", str: "a string", bool: "true or false"}[kind]
 
 
 def _kind_of(key: str, dashes: str = "") -> Any:

@@ -228,8 +228,6 @@ class MetricsLogger:
     world_size: int
     device: torch.device
     first_step: int
-    flops_per_token: int
-    tokens_per_step: int  # of the whole run
     writing: Callable[[object], AbstractContextManager[None]] = file_errors
 
     def __post_init__(self) -> None:
@@ -267,6 +265,8 @@ class MetricsLogger:
         """Begin a new interval, so that the time of a validation, say, counts for no step."""
         self.since = time.perf_counter()
         self.interval_steps = 0
+        self.interval_tokens = 0
+        self.interval_flops = 0
         self.data_wait_seconds = 0.0
 
     def add(
@@ -275,17 +275,22 @@ class MetricsLogger:
         loss: Tensor,
         grad_norm: Tensor,
         rates: Mapping[str, float],
+        tokens: int,
+        flops: int,
         data_wait_seconds: float,
         terms: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> None:
         """Count a trained step. Its figures stay on the device until something is due.
 
-        `rates`: `lr`, and of groups. `terms`: name → another term of the loss, logged as its mean.
+        `rates`: `lr`, and of groups. `tokens`, `flops`: of all ranks. `terms`: name → another term of the loss, logged
+        as its mean.
         """
         self.terms = tuple(terms)
         self.waiting[step] = torch.stack((loss, grad_norm, *terms.values()))
         self.rates = rates
         self.interval_steps += 1
+        self.interval_tokens += tokens
+        self.interval_flops += flops
         self.data_wait_seconds += data_wait_seconds
 
     def check_finite(self) -> None:
@@ -316,9 +321,9 @@ class MetricsLogger:
         if not (self.interval_steps and self.losses):
             return
         seconds = time.perf_counter() - self.since
-        total = self.interval_steps * self.tokens_per_step / seconds
+        total = self.interval_tokens / seconds
         self.totals.append(total)
-        flops = self.flops_per_token * total / self.world_size
+        flops = self.interval_flops / seconds / self.world_size
         means = [math.fsum(values) / len(values) for values in zip(*self.losses, strict=True)]
         row: dict[str, float | None] = {
             "step": step,

@@ -112,7 +112,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         mesh = run.mesh
         watchdog = run.watchdog
         n_parameters = sum(parameter.numel() for parameter in model.parameters())
-        flops = model.flops_per_token(training.seq_len)  # type: ignore[operator]
+        flops_per_token = model.flops_per_token(training.seq_len)  # type: ignore[operator]
         size = f"{n_parameters:,} parameters, in {training.param_dtype}"
         logger.info(f"model {config.model.name} {config.model.flavor}: {size}")
         for line in (*groups, data.describe(steps)):
@@ -136,15 +136,14 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             config, run.folder, parts, optimizer, data, identity, allocate,
             start=run.this_start, on_commit=run.saved, on_progress=watchdog.alive, section=watchdog.section,
         )  # fmt: skip
+        first_tokens = data.tokens_per_step  # of the run's first step
         step = checkpoint.load()
         if islands:
             islands.begin()
         refresh_weights()
         guard = BadSteps(config.failures, run.folder, step, config.checkpoint.enable, checkpoint.last_saved)
         run.start_steps(step, checkpoint.ranks)
-        metrics = MetricsLogger(
-            config, run.folder, rank, environment.world_size, device, step, flops, data.tokens_per_step, run.writing
-        )
+        metrics = MetricsLogger(config, run.folder, rank, environment.world_size, device, step, run.writing)
         names = term_names(training.z_loss)
 
         # -- the loop
@@ -153,11 +152,13 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             run.begin(step)
             with watchdog.section("data"):
                 batches = [batch.to(device) for batch in data.next_step() if step not in guard.skipped]
+            tokens = data.tokens_per_step
             n_tokens = count_trained((batch.labels for batch in batches), dims, device)
             total = sum_losses(run.forward_backward(compute, batches, n_tokens), dims, device)
             loss, *other_terms = total.reshape(-1)  # the cross-entropy, and what else the loss has
             grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp, mesh.islands).to(device)
-            lr = learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler)
+            growth = tokens / first_tokens
+            lr = learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler, growth)
             rates = set_learning_rate(optimizer, lr)
             if guard.accepts(step, loss, grad_norm):
                 checkpoint.wait_for_copies()  # a save in the background still reads weights and moments
@@ -166,7 +167,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 if islands:
                     islands.apart = True
                 terms = dict(zip(names, other_terms, strict=True))
-                metrics.add(step, loss, grad_norm, rates, data.wait_seconds, terms)
+                flops = tokens * flops_per_token
+                metrics.add(step, loss, grad_norm, rates, tokens, flops, data.wait_seconds, terms)
             else:  # no update; everything else goes on
                 metrics.log_skipped(step, data.tokens_seen)
             if islands and due(step, config.parallelism.local_steps, steps):

@@ -1,7 +1,8 @@
 """Where a run stands in its data, and the ledger of what each data-parallel rank was given. Imports no torch.
 
 A ledger such as `data/rank-00000.jsonl` in the run folder has a line for every start, with the position it continues
-from, and one for every step: the tokens that the run had consumed before it, and a checksum of the rank's own.
+from, another where a schedule changes the steps, and one for every step: the tokens that the run had consumed before
+it, and a checksum of the rank's own.
 tools.audit proves by it what a run was trained on.
 """
 
@@ -15,12 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from isal import isal_zlib
 
-from config import Config, ConfigError, Training, file_errors
+from config import Config, ConfigError, Training, file_errors, parse_schedule
 from data.order import Segment
 from data.shards import DataError, Dataset
 from storage.records import open_records, read_records
 
 STATE_VERSION = 3
+ENDLESS = 2**62  # more steps and tokens than any run has
 
 
 class StepShape(NamedTuple):
@@ -42,14 +44,59 @@ class StepShape(NamedTuple):
         return list(range(own, own + self.samples, per_microbatch))
 
 
-def grad_accum_steps(training: Training, dp: int) -> int:
-    """Number of microbatches per optimizer step, given `dp` data-parallel ranks. Raises ConfigError."""
+class Phase(NamedTuple):
+    """A part of a run whose steps are alike: those that begin before token `end` of the run, and in no phase before."""
+
+    end: int
+    shape: StepShape
+    seq_len: int
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Over all ranks and microbatches."""
+        return self.shape.samples * self.seq_len
+
+    def steps_from(self, tokens: int) -> int:
+        """Its steps if the first begins at `tokens`; the last may go beyond its end."""
+        return max(0, -(-(self.end - tokens) // self.tokens_per_step))
+
+
+def build_phases(training: Training, dp: int) -> list[Phase]:
+    """The phases of a run on `dp` data-parallel ranks, by the tokens that it has seen. Raises ConfigError."""
     per_microbatch = training.local_batch_size * dp
-    accumulation, rest = divmod(training.global_batch_size or per_microbatch, per_microbatch)
-    if rest or not accumulation:
-        needed = f"training.local_batch_size x data-parallel ranks = {training.local_batch_size} x {dp}"
-        raise ConfigError(f"training.global_batch_size = {training.global_batch_size}: must be a multiple of {needed}")
-    return accumulation
+    batches = parse_schedule(training.global_batch_size)
+    ends = [begin for begin, _ in batches[1:]] + [ENDLESS]
+    phases = []
+    for (_, batch), end in zip(batches, ends, strict=True):
+        accumulation, rest = divmod(batch or per_microbatch, per_microbatch)
+        if rest or not accumulation:
+            needed = f"training.local_batch_size x data-parallel ranks = {training.local_batch_size} x {dp}"
+            raise ConfigError(f"training.global_batch_size = {batch}: must be a multiple of {needed}")
+        shape = StepShape(dp, training.local_batch_size, accumulation)
+        phases.append(Phase(end, shape, training.seq_len))
+    return phases
+
+
+def phase_at(phases: Sequence[Phase], tokens: int) -> Phase:
+    """The phase of a step that begins at token `tokens` of the run."""
+    return next(phase for phase in phases if tokens < phase.end)
+
+
+def largest_phase(training: Training, dp: int) -> Phase:
+    """The phase with the largest steps. Raises ConfigError."""
+    return max(build_phases(training, dp), key=lambda phase: phase.tokens_per_step)
+
+
+def count_steps(phases: Sequence[Phase], steps: int = ENDLESS, tokens: int = ENDLESS) -> list[int]:
+    """Steps of each phase until a run has taken `steps` steps or seen `tokens`, whichever comes first."""
+    counts: list[int] = []
+    seen = 0
+    for phase in phases:
+        in_phase = phase._replace(end=min(phase.end, tokens)).steps_from(seen)
+        count = min(in_phase, steps - sum(counts))
+        counts.append(count)
+        seen += count * phase.tokens_per_step
+    return counts
 
 
 class Position(NamedTuple):
@@ -128,12 +175,17 @@ class Ledger:
         with file_errors(path):  # on nodes other than rank 0's this is the first that is written
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_records(path)
-        self._writing, self._start_id = writing, start["id"]
+        self._writing, self._start, self._id = writing, start, start["id"]
         self._write(start)
+
+    def begin_phase(self, position: Position, shape: StepShape) -> None:
+        """Record that from `position` on steps have another shape: as another start."""
+        self._id = f"{self._start['id']}@{position.tokens}"
+        self._write({**self._start, "start": position.state(), "shape": shape._asdict(), "id": self._id})
 
     def step(self, begin: int, tokens: Iterable[np.ndarray]) -> None:
         """Record a step that begins at token `begin` of the run, with `tokens` of the rank's microbatches."""
-        self._write({"tokens": begin, "crc32": checksum(tokens), "id": self._start_id})
+        self._write({"tokens": begin, "crc32": checksum(tokens), "id": self._id})
 
     def close(self) -> None:
         with self._writing(self._file.name):
@@ -153,7 +205,7 @@ def checksum(tokens: Iterable[np.ndarray], crc: int = 0) -> int:
 
 
 class Start(NamedTuple):
-    """A start in the ledger of a rank."""
+    """A start in the ledger of a rank, or the part of one in which all steps have this shape."""
 
     id: str  # the same on all ranks
     began: Position  # where it continued from

@@ -1,6 +1,5 @@
 """Batches for training and validation, in the order of data.order, read ahead by a thread."""
 
-import itertools
 import logging
 import math
 import time
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from config import Config, ConfigError, file_errors
-from data.ledger import Ledger, StepShape, first_position, grad_accum_steps, saved_position
+from data.ledger import Ledger, build_phases, count_steps, first_position, phase_at, saved_position
 from data.packing import PackedRows
 from data.shards import DataError, Split, check_datasets, content_hash, open_dataset, with_chat_template
 from data.stream import Stream
@@ -65,9 +64,8 @@ class DataLoader:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="reader")
         order = config.run.seed, config.data.window_blocks
         self._streams = [Stream(own.split("train"), own.hash, self._readers, *order) for own in self._datasets]
-        accum_steps = grad_accum_steps(config.training, dp_size)
-        self._shape = StepShape(dp_size, config.training.local_batch_size, accum_steps)
-        self.tokens_per_step: int = self._shape.samples * config.training.seq_len  # over all ranks
+        self._phases = build_phases(config.training, dp_size)
+        self._phase = self._phases[0]  # of the last step; before any, of the run's first
         self._dp_rank = dp_rank
         self._pin_memory = pin_memory
         self._upcoming: Iterator[list[Batch]] | None = None  # each step's microbatches, from the position on
@@ -111,6 +109,7 @@ class DataLoader:
         begin = time.perf_counter()
         depth = self._config.data.prefetch_steps
         self._upcoming = self._upcoming or self._steps()
+        self._enter_phase()
         try:
             while len(self._ahead) <= depth > 0:  # the step to return and `depth` more
                 self._ahead.append(self._prefetcher.submit(next, self._upcoming))
@@ -120,7 +119,7 @@ class DataLoader:
         except BaseException:
             self._stop_prefetch()  # the next call tries the same step again
             raise
-        self._position = self._position._replace(samples=self._position.samples + self._shape.samples)
+        self._position = self._position._replace(samples=self._position.samples + self._phase.shape.samples)
         self.wait_seconds = time.perf_counter() - begin
         return batches
 
@@ -133,6 +132,11 @@ class DataLoader:
     def tokens_seen(self) -> int:
         """Tokens consumed by the whole run so far, including earlier starts."""
         return self._position.tokens
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of the step returned last, over all ranks; before any, of the run's first."""
+        return self._phase.tokens_per_step
 
     @property
     def _total_tokens(self) -> int:
@@ -148,7 +152,7 @@ class DataLoader:
         """`config` with the steps of `training.epochs`, and without validation if the data holds nothing out."""
         epochs = config.training.epochs
         if epochs:
-            steps = max(1, math.ceil(epochs * self._total_tokens / self.tokens_per_step))
+            steps = sum(count_steps(self._phases, tokens=math.ceil(epochs * self._total_tokens)))
             config = replace(config, training=replace(config.training, steps=steps))
         held_out = [dataset for dataset in self._held_out or self._datasets if dataset.splits["validation"].shards]
         if config.validation.enable and not held_out:
@@ -159,8 +163,15 @@ class DataLoader:
     def describe(self, steps: int) -> str:
         """What a run of `steps` reads, in words."""
         total = self._total_tokens
-        times = steps * self.tokens_per_step / total
-        line = f"data: {total:,} tokens; {steps:,} steps of {self.tokens_per_step:,} read them {times:.3g} times"
+        tokens = 0
+        parts = []
+        for phase, count in zip(self._phases, count_steps(self._phases, steps), strict=True):
+            tokens += count * phase.tokens_per_step
+            parts.append(f"{count:,} steps of {phase.tokens_per_step:,}")
+        times = tokens / total
+        line = f"data: {total:,} tokens; {', '.join(parts)} read them {times:.3g} times"
+        if len(parts) > 1:
+            line += f", {tokens:,} tokens in all"
         if times > MANY_EPOCHS:
             line += "; more text, or fewer steps, may give a lower validation loss"
         return line
@@ -188,7 +199,8 @@ class DataLoader:
     ) -> None:
         """Record from here on what this rank is given, in the run's folder. For one rank of each dp_rank."""
         urls = {dataset.hash: dataset.url for dataset in self._datasets}
-        start = {"start": self.state_dict(), "shape": self._shape._asdict(), "urls": urls, "id": start_id}
+        self._enter_phase()
+        start = {"start": self.state_dict(), "shape": self._phase.shape._asdict(), "urls": urls, "id": start_id}
         self._ledger = Ledger(run_folder / "data" / f"rank-{self._dp_rank:05}.jsonl", start, writing)
 
     def close(self) -> None:
@@ -199,6 +211,17 @@ class DataLoader:
             self._ledger.close()
         self._readers.shutdown(cancel_futures=True)
 
+    def _enter_phase(self) -> None:
+        """Take the schedule's shape for the next step."""
+        phase = phase_at(self._phases, self._position.tokens)
+        if phase == self._phase:
+            return
+        self._phase = phase
+        size = f"{phase.shape.samples:,} x {phase.seq_len:,}"
+        log.info(f"data: from token {self._position.tokens:,} on a step has {size} tokens")
+        if self._ledger:
+            self._ledger.begin_phase(self._position, phase.shape)
+
     def _stop_prefetch(self) -> None:
         for step in self._ahead:
             step.cancel()
@@ -208,11 +231,14 @@ class DataLoader:
 
     def _steps(self) -> Iterator[list[Batch]]:
         """Yield steps from the position on. Locates many samples at a time, which costs little more than one."""
-        segment = self._position.segment
-        shape = self._shape
-        ahead = shape.samples * max(1, LOCATED_AHEAD // shape.samples)
-        for begin in itertools.count(self._position.samples, ahead):
-            datasets, starts = segment.locate(begin, ahead)
+        position = self._position
+        while True:
+            phase = phase_at(self._phases, position.tokens)
+            shape = phase.shape
+            steps = min(phase.steps_from(position.tokens), max(1, LOCATED_AHEAD // shape.samples))
+            ahead = shape.samples * steps
+            datasets, starts = position.segment.locate(position.samples, ahead)
+            position = position._replace(samples=position.samples + ahead)
             for first in range(0, ahead, shape.samples):
                 batches = []
                 for at in shape.microbatches(first, self._dp_rank):

@@ -18,9 +18,11 @@ from dataclasses import replace
 from typing import Any
 
 from config import Config, ConfigError, Parallelism, load_config
+from data.ledger import Phase, build_phases, count_steps
 from models import build_model, find_model
 from models.trained import settle_model
 from parallel.fsdp import needs_fsdp
+from parallel.mesh import ParallelDims
 from run.run import run_and_leave
 from tools.plan_count import DEFAULT_VOCAB_SIZE, Case, DryRun, check, count, count_few_layers
 from tools.plan_time import DEVICES, GIB, Cluster, estimate
@@ -73,13 +75,31 @@ def _plan_one(cases: list[Case], counts: list[DryRun], cluster: Cluster) -> dict
     }
 
 
-def plan_run(planned: Mapping[str, Any], steps: int, options: argparse.Namespace) -> dict[str, float]:
-    """Days of a run, time of a checkpoint, failures, and the interval that loses least time to both.
+def plan_phases(config: Config, options: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
+    """The plan of the steps that need most memory, if schedules change them, with the time of the whole run."""
+    phases = build_phases(config.training, ParallelDims.from_config(config.parallelism, options.world_size).dp)
+    counts = count_steps(phases, config.training.steps)
+    if options.tokens:
+        counts = count_steps(phases, tokens=math.ceil(options.tokens))
+    plans = plan([at_phase(config, phase) for phase in phases], options.world_size, cluster)
+    for found, steps in zip(plans, counts, strict=True):
+        found["run"] = plan_run(found, steps * found["tokens_per_step"], options)
+    largest = max(plans, key=lambda found: (found["memory_gib"]["reserved"], found["tokens_per_step"]))
+    summed = {name: sum(found["run"][name] for found in plans) for name in ("tokens", "days", "failures")}
+    return largest | {"run": largest["run"] | summed}
+
+
+def at_phase(config: Config, phase: Phase) -> Config:
+    """`config` with the steps of a phase throughout."""
+    return replace(config, training=replace(config.training, global_batch_size=phase.shape.samples))
+
+
+def plan_run(planned: Mapping[str, Any], tokens: float, options: argparse.Namespace) -> dict[str, float]:
+    """Days of a run of so many tokens, time of a checkpoint, failures, and the interval that loses least time to both.
 
     That is sqrt(2 C M), for a checkpoint of C seconds and M seconds between failures (Young 1974). The run's mean time
     to failure is that of a node divided by the number of nodes.
     """
-    tokens = options.tokens or steps * planned["tokens_per_step"]
     seconds = tokens / planned["speed"]["tokens_per_second"] / options.world_size
     write = planned["checkpoint_bytes"] / (1e9 * options.storage_bandwidth)
     mttf = 3600 * options.mttf_hours / math.ceil(options.world_size / options.gpus_per_node)
@@ -197,10 +217,11 @@ def main(argv: Sequence[str]) -> None:
     options, config, cluster = parse(argv)
     if options.sweep:
         plans = sweep(config, options.world_size, cluster)
+        for found in plans:
+            tokens = options.tokens or config.training.steps * found["tokens_per_step"]
+            found["run"] = plan_run(found, tokens, options)
     else:
-        plans = plan([config], options.world_size, cluster)
-    for found in plans:
-        found["run"] = plan_run(found, config.training.steps, options)
+        plans = [plan_phases(config, options, cluster)]
     if options.json:
         print(json.dumps(plans if options.sweep else plans[0], indent=1))
     elif not options.sweep:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from config import Config
-from data.ledger import grad_accum_steps
+from data.ledger import largest_phase
 from parallel.mesh import ParallelDims
 from parallel.pipeline import stages_of_rank
 from tools.plan_count import DryRun
@@ -112,9 +112,8 @@ def estimate(counted: DryRun, config: Config, dims: ParallelDims, cluster: Clust
     seconds = {**kernels, "optimizer": optimizer, **between, "bubble": bubble}
     seconds["idle"] = IDLE * sum(seconds.values())
     step = sum(seconds.values())
-    training = config.training
-    tokens = grad_accum_steps(training, dims.dp) * training.local_batch_size * training.seq_len
-    rate = tokens / step / (dims.cp * dims.tp * dims.pp)
+    tokens = largest_phase(config.training, dims.dp).tokens_per_step
+    rate = tokens / step / (dims.dp * dims.cp * dims.tp * dims.pp)
     ends = {"low": device.low * rate, "high": device.high * rate}
     return {"step_seconds": step, **seconds, "tokens_per_second": rate, **ends}
 

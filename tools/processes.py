@@ -9,7 +9,7 @@ from contextlib import suppress
 import torch
 
 from config import Config, ConfigError, command_line, load_config
-from data.ledger import grad_accum_steps
+from data.ledger import build_phases
 from parallel.mesh import ParallelDims
 
 
@@ -17,7 +17,7 @@ def processes(config: Config, devices: int) -> int:
     """The most processes, up to `devices`, that can share the batch. If none can, `devices`: the run then says why."""
     for ranks in range(devices, 0, -1):
         with suppress(ConfigError):
-            grad_accum_steps(config.training, ParallelDims.from_config(config.parallelism, ranks).dp)
+            build_phases(config.training, ParallelDims.from_config(config.parallelism, ranks).dp)
             return ranks
     return devices
 

@@ -41,6 +41,7 @@ def test_precedence_default_base_file_command_line(tmp_path: Path) -> None:
         (["--parallelism.dp_shard", "-1"], "parallelism.dp_shard", -1),
         (["--training.steps=100_000"], "training.steps", 100_000),
         (["--run.folder=123"], "run.folder", "123"),
+        (["--training.global_batch_size", "8 @ 0, 16 @ 2B"], "training.global_batch_size", "8 @ 0, 16 @ 2B"),
     ],
 )
 def test_command_line_values(words: list[str], key: str, value: object) -> None:
@@ -55,6 +56,11 @@ def test_command_line_values(words: list[str], key: str, value: object) -> None:
         (["training.steps=3"], ["training.steps=3", "FILE.toml", "--section.field=value"]),
         (["--training.steps=ten"], ["training.steps", "ten", "an integer >= 1"]),
         (["--training.steps=0"], ["training.steps = 0", ">= 1"]),
+        (["--training.global_batch_size=-1"], ["global_batch_size = -1", "an integer >= 0, or such numbers by the"]),
+        (["--training.global_batch_size=8 @ 1k"], ["8 @ 1k", "from 0 on"]),
+        (["--training.global_batch_size=8 @ 0, 16"], ["8 @ 0, 16", '"128 @ 0, 256 @ 1.5B"']),
+        (["--training.global_batch_size=8 @ 0, 16 @ 2k, 8 @ 2k"], ["16 @ 2k, 8 @ 2k", "from 0 on"]),
+        (["--training.global_batch_size=8 @ 0, 0 @ 2k"], ["0 @ 2k", "from 0 on"]),
         (["--optimizer.lr=nan"], ["optimizer.lr", "a number"]),
         (["--data.weights=1,x"], ["data.weights", '"x"', "a number"]),
         (["--training.param_dtype=bf16"], ["param_dtype", "bf16", "bfloat16, float32", "did you mean bfloat16"]),
@@ -95,6 +101,14 @@ def test_bad_files_are_named(text: str, said: str, tmp_path: Path) -> None:
         load_config([f"--config={tmp_path / 'x.toml'}"])
     assert said in str(error.value)
     assert str(tmp_path) in str(error.value)
+
+
+def test_schedules_are_read_as_written() -> None:
+    written = "1 @ 0, 2 @ 10, 3@1.5k,4 @ 2_000_000, 5 @ 500M , 6 @ 0.7B, 7 @ 12T"
+    begins = [0, 10, 1500, 2 * 10**6, 5 * 10**8, 7 * 10**8, 12 * 10**12]
+    assert written in settings.ByTokens(1)
+    assert settings.parse_schedule(written) == [*zip(begins, range(1, 8), strict=True)]
+    assert settings.parse_schedule(16) == [(0, 16)]
 
 
 def test_resolved_config_reads_back_the_same(tmp_path: Path) -> None:

@@ -136,6 +136,42 @@ def test_order_survives_every_change_between_two_steps(folders, phases):
         state = states[0]
 
 
+@pytest.mark.parametrize("prefetch_steps", [0, 3])
+def test_batches_follow_the_tokens_seen_whoever_reads_them(folders, prefetch_steps):
+    """Counted by hand: 8 steps of 4 x 7 tokens until 200 are seen, 3 of 12 x 7 until 450 are; none of 4 fits to 460."""
+    by_hand = [4] * 8 + [12] * 3 + [24] * 2
+
+    common = {"training__seq_len": 7, "data__mask_documents": True, "data__prefetch_steps": prefetch_steps}
+    scheduled = {"training__global_batch_size": "4@0, 12@200, 4@450, 24 @ 460"}
+
+    def loaders_of(dp_size, local):
+        config = config_of(folders, **common, **scheduled, training__local_batch_size=local)
+        return [DataLoader(config, rank, dp_size) for rank in range(dp_size)]
+
+    plain = DataLoader(config_of(folders, **common, training__local_batch_size=sum(by_hand)), 0, 1)
+    expected = global_samples([plain], 1)
+    plain.close()
+    found = []
+    state = None
+    for number, size in enumerate(by_hand):  # a new start for each step
+        loaders = loaders_of(*[(1, 4), (2, 2), (4, 1)][number % 3])
+        for loader in loaders:
+            if state:
+                loader.load_state_dict(stored(state))
+        seen = loaders[0].tokens_seen
+        found += global_samples(loaders, 1)
+        assert loaders[-1].tokens_per_step == loaders[0].tokens_seen - seen == 7 * size
+        state = loaders[0].state_dict()
+        for loader in loaders:
+            loader.close()
+    assert found == expected
+    (loader,) = loaders_of(1, 4)
+    assert global_samples([loader], len(by_hand)) == expected
+    loader.close()
+    every = "8 steps of 28, 3 steps of 84, 0 steps of 28, 2 steps of 168 read them 0.743 times, 812 tokens in all"
+    assert loader.describe(13).endswith(every)
+
+
 def test_a_loader_goes_back_to_a_state(folders):
     """Of two datasets with equal weights, whose samples are due at once: their order, not sorted here, decides."""
     config = config_of(

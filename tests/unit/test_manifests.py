@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from config import load_config
-from data.ledger import grad_accum_steps
+from data.ledger import build_phases
 
 ROOT = Path(__file__).parents[2]
 SCHEMAS = {
@@ -101,7 +101,7 @@ def test_arguments_are_settings_and_credentials_are_in_the_secret(kind: str) -> 
     elastic = OBJECTS[kind]["spec"].get("elasticPolicy")
     if elastic:  # the batch stays the same with any number of nodes
         ranks = [8 * nodes for nodes in range(elastic["minReplicas"], elastic["maxReplicas"] + 1)]
-        assert [grad_accum_steps(config.training, n) for n in ranks]
+        assert [build_phases(config.training, n) for n in ranks]
         assert config.training.global_batch_size
     text = yaml.safe_dump(OBJECTS[kind]["spec"])
     assert "titanite-s3" in text

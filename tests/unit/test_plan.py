@@ -343,8 +343,8 @@ def test_a_device_without_fitted_runs_has_a_wide_range() -> None:
 
 def test_checkpoints_and_failures_by_hand() -> None:
     """100 GB at 10 GB/s take 10 s. 8 nodes of 20,000 h fail each 9e6 s. Young: sqrt(2 x 10 x 9e6) s."""
-    options, *_ = parse([*WORDS, "--tokens=64e12"])
-    found = plan_run({"checkpoint_bytes": 100e9, "speed": {"tokens_per_second": 1e5}}, 1, options)
+    options, *_ = parse(WORDS)
+    found = plan_run({"checkpoint_bytes": 100e9, "speed": {"tokens_per_second": 1e5}}, 64e12, options)
     assert (found["write_seconds"], found["days"]) == (10, pytest.approx(1e7 / 86400))
     assert found["failures"] == pytest.approx(1e7 / 9e6)
     assert found["interval_seconds"] == pytest.approx(math.sqrt(2 * 10 * 9e6))

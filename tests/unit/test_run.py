@@ -77,12 +77,13 @@ def test_progress_is_logged_by_the_chosen_ranks_and_errors_by_all(
 def build_metrics(folder: Path, rank: int = 0, first_step: int = 0, **settings: Any) -> MetricsLogger:
     config = Config(metrics=Metrics(**{"tensorboard": False} | settings), training=Training(steps=1100))
     device = torch.device("cpu")
-    return MetricsLogger(config, folder, rank, 2, device, first_step, flops_per_token=1000, tokens_per_step=2000)
+    return MetricsLogger(config, folder, rank, 2, device, first_step)
 
 
 def add(metrics: MetricsLogger, step: int, loss: float = 1.0, norm: float = 0.5) -> None:
     """A trained step, which waited a second for its data."""
-    metrics.add(step, *torch.tensor((loss, norm)), rates={"lr": 1e-3}, data_wait_seconds=1.0)
+    figures = torch.tensor((loss, norm))
+    metrics.add(step, *figures, rates={"lr": 1e-3}, tokens=2000, flops=2_000_000, data_wait_seconds=1.0)
 
 
 def log(metrics: MetricsLogger, step: int, loss: float = 1.0) -> None:

@@ -1,0 +1,51 @@
+"""Runs whose batch grows with the tokens seen: stopped, resumed, on other ranks; each token once, by the audit."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from config import ConfigError, load_config
+from optim import check_optim
+from tests.runs import SMALL, STEPS, column, launch, read
+from tools.audit import prove
+
+# Of 32 tokens a sample: 4 steps of 4 samples until 500 tokens are seen, 3 of 8 until 1,200 are, then 12.
+WORDS = (
+    *SMALL,
+    "--training.global_batch_size=4 @ 0, 8 @ 500, 12 @ 1.2k",
+    "--lr_scheduler.follow_batch",
+    "--lr_scheduler.schedule=constant",
+)
+BATCHES = [4] * 4 + [8] * 3 + [12] * 5
+
+
+def test_a_run_follows_its_schedule_through_stops_and_on_other_ranks(dataset: Path, tmp_path: Path) -> None:
+    words = [*WORDS, f"--data.datasets={dataset}"]
+    whole, stopped, pair = (tmp_path / name for name in ("whole", "stopped", "pair"))
+    launch(1, whole, words)
+    launch(1, stopped, words, 4)  # before the first step of the second phase; the checkpoint of step 5 is not there
+    launch(1, stopped, words, 8)  # in the last; goes on from step 5
+    launch(1, stopped, words)
+    launch(2, pair, words)
+    seen = [32 * sum(BATCHES[: step + 1]) for step in range(STEPS)]
+    rates = [1e-3 * min(1, (step + 1) / 2) * math.sqrt(size / 4) for step, size in enumerate(BATCHES)]
+    for folder in (whole, stopped, pair):
+        assert column(folder, "tokens") == seen
+        assert column(folder, "lr") == pytest.approx(rates, rel=1e-12)
+        lines = prove(folder)
+        assert lines[0].startswith(f"12 steps, {seen[-1]:,} tokens, without gap or overlap")
+    assert column(stopped, "loss") == column(whole, "loss")
+    assert column(pair, "loss") == pytest.approx(column(whole, "loss"), rel=1e-5)
+    assert prove(stopped)[1].startswith("steps made void by a resume, left out: 7")
+    starts = [line for line in read(pair, "data/rank-00001.jsonl") if "start" in line]
+    assert [line["shape"]["accumulation"] for line in starts] == [1, 2, 3]
+
+
+def test_a_rate_that_follows_the_batch_keeps_its_first_batch(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("[training]\nglobal_batch_size = 16\n")
+    batch, follow = "--training.global_batch_size", "--lr_scheduler.follow_batch"
+    check_optim(load_config([f"{batch}=16 @ 0, 32 @ 1M", follow]), tmp_path)
+    check_optim(load_config([f"{batch}=32"]), tmp_path)
+    with pytest.raises(ConfigError, match=r'batch_size = 32: .* must begin with 16, .* "16 @ 0, 32 @ 2B"'):
+        check_optim(load_config([f"{batch}=32", follow]), tmp_path)
