@@ -111,26 +111,28 @@ class ByTokens:
     min: int
 
     def __contains__(self, value: int | str) -> bool:
-        entry = r" *[1-9]\d* *@ *\d[\d_]*(\.\d+)?[kMBT]? *"
-        if isinstance(value, str) and not re.fullmatch(f"{entry}(,{entry})*", value):
+        try:
+            begins, numbers = zip(*parse_schedule(value), strict=True)
+        except (ValueError, OverflowError):  # infinite
             return False
-        begins = [begin for begin, _ in parse_schedule(value)]
-        is_ascending = begins == sorted(set(begins))
-        return begins[0] == 0 and is_ascending and all(number >= self.min for _, number in parse_schedule(value))
+        return begins[0] == 0 and list(begins) == sorted(set(begins)) and min(numbers) >= self.min
 
     def __str__(self) -> str:
         return f'>= {self.min}, or such numbers by the tokens seen, from 0 on: "128 @ 0, 256 @ 1.5B"'
 
 
 def parse_schedule(value: int | str) -> list[tuple[int, int]]:
-    """(tokens seen by the run, number from there on) in ascending order, of a number or of text that names such.
+    """(tokens seen by the run, number from there on), ... of a plain number, or of text such as "128 @ 0, 256 @ 2B".
 
-    In text such as "128 @ 0, 192 @ 500M, 256 @ 1.5B" tokens may end with k, M, B or T, as 10^3 to 10^12.
+    Tokens may end with k, M, B or T: 10^3, 10^6, 10^9 or 10^12. Raises ValueError, OverflowError.
     """
-    if isinstance(value, int):
-        return [(0, value)]
-    found = re.findall(r"(\d+) *@ *([\d_.]+)([kMBT]?)", value)
-    return [(round(float(tokens) * 1000 ** " kMBT".find(unit or " ")), int(number)) for number, tokens, unit in found]
+    schedule = []
+    for entry in str(value).split(","):
+        number, _, tokens = entry.partition("@")
+        for unit, power in (("k", "e3"), ("M", "e6"), ("B", "e9"), ("T", "e12")):
+            tokens = tokens.replace(unit, power)
+        schedule.append((round(float(tokens or 0)), int(number)))
+    return schedule
 
 
 LOCAL = Form(r"(?!~|\w+:/)", "that names a folder or file, not a URL, with ~ written out")

@@ -60,11 +60,13 @@ def _check_schedule(config: Config, run_folder: Path) -> None:
 def _check_first_batch(config: Config, run_folder: Path) -> None:
     """Raises ConfigError if a run under way, whose rate follows the batch, would get another first batch."""
     began = settings.recorded_config(run_folder) or config
-    first = settings.parse_schedule(began.training.global_batch_size)[0]
     batch = config.training.global_batch_size
-    if config.lr_scheduler.follow_batch and settings.parse_schedule(batch)[0] != first:
-        needed = f'must begin with {first[1]}, for which optimizer.lr is, as in "{first[1]} @ 0, {first[1] * 2} @ 2B"'
-        raise ConfigError(f"training.global_batch_size = {batch}: with lr_scheduler.follow_batch it {needed}")
+    _, first = settings.parse_schedule(began.training.global_batch_size)[0]
+    if config.lr_scheduler.follow_batch and settings.parse_schedule(batch)[0] != (0, first):
+        needed = (
+            f'must begin with {first}, as "{first} @ 0, ...": with lr_scheduler.follow_batch optimizer.lr is for that'
+        )
+        raise ConfigError(f"training.global_batch_size = {batch}: {needed}")
 
 
 def build_groups(

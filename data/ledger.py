@@ -82,11 +82,6 @@ def phase_at(phases: Sequence[Phase], tokens: int) -> Phase:
     return next(phase for phase in phases if tokens < phase.end)
 
 
-def largest_phase(training: Training, dp: int) -> Phase:
-    """The phase with the largest steps. Raises ConfigError."""
-    return max(build_phases(training, dp), key=lambda phase: phase.tokens_per_step)
-
-
 def count_steps(phases: Sequence[Phase], steps: int = ENDLESS, tokens: int = ENDLESS) -> list[int]:
     """Steps of each phase until a run has taken `steps` steps or seen `tokens`, whichever comes first."""
     counts: list[int] = []

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import train
 from config import Config
-from data.ledger import largest_phase
+from data.ledger import build_phases
 from data.loader import Batch
 from float8.convert import check_float8
 from loss import loss_chunks
@@ -62,8 +62,8 @@ class Case(NamedTuple):
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step, the largest if the batch has a schedule."""
-        return largest_phase(self.config.training, self.dims.dp).shape.accumulation
+        """Microbatches of a step; of the last if the batch has a schedule."""
+        return build_phases(self.config.training, self.dims.dp)[-1].shape.accumulation
 
 
 class DryRun(NamedTuple):

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from config import Config
-from data.ledger import largest_phase
+from data.ledger import build_phases
 from parallel.mesh import ParallelDims
 from parallel.pipeline import stages_of_rank
 from tools.plan_count import DryRun
@@ -112,7 +112,7 @@ def estimate(counted: DryRun, config: Config, dims: ParallelDims, cluster: Clust
     seconds = {**kernels, "optimizer": optimizer, **between, "bubble": bubble}
     seconds["idle"] = IDLE * sum(seconds.values())
     step = sum(seconds.values())
-    tokens = largest_phase(config.training, dims.dp).tokens_per_step
+    tokens = build_phases(config.training, dims.dp)[-1].tokens_per_step
     rate = tokens / step / (dims.dp * dims.cp * dims.tp * dims.pp)
     ends = {"low": device.low * rate, "high": device.high * rate}
     return {"step_seconds": step, **seconds, "tokens_per_second": rate, **ends}

@@ -60,7 +60,7 @@ def test_command_line_values(words: list[str], key: str, value: object) -> None:
         (["--training.global_batch_size=8 @ 1k"], ["8 @ 1k", "from 0 on"]),
         (["--training.global_batch_size=8 @ 0, 16"], ["8 @ 0, 16", '"128 @ 0, 256 @ 1.5B"']),
         (["--training.global_batch_size=8 @ 0, 16 @ 2k, 8 @ 2k"], ["16 @ 2k, 8 @ 2k", "from 0 on"]),
-        (["--training.global_batch_size=8 @ 0, 0 @ 2k"], ["0 @ 2k", "from 0 on"]),
+        (["--training.global_batch_size=8 @ 0, 16 @ inf"], ["16 @ inf", "from 0 on"]),
         (["--optimizer.lr=nan"], ["optimizer.lr", "a number"]),
         (["--data.weights=1,x"], ["data.weights", '"x"', "a number"]),
         (["--training.param_dtype=bf16"], ["param_dtype", "bf16", "bfloat16, float32", "did you mean bfloat16"]),
