@@ -63,10 +63,8 @@ def _check_first_batch(config: Config, run_folder: Path) -> None:
     batch = config.training.global_batch_size
     _, first = settings.parse_schedule(began.training.global_batch_size)[0]
     if config.lr_scheduler.follow_batch and settings.parse_schedule(batch)[0] != (0, first):
-        needed = (
-            f'must begin with {first}, as "{first} @ 0, ...": with lr_scheduler.follow_batch optimizer.lr is for that'
-        )
-        raise ConfigError(f"training.global_batch_size = {batch}: {needed}")
+        needed = f"with lr_scheduler.follow_batch it must begin with {first}, for which optimizer.lr is"
+        raise ConfigError(f'training.global_batch_size = {batch}: {needed}: "{first} @ 0, ..."')
 
 
 def build_groups(
