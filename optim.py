@@ -62,7 +62,8 @@ def _check_first_batch(config: Config, run_folder: Path) -> None:
     began = settings.recorded_config(run_folder) or config
     batch = config.training.global_batch_size
     _, first = settings.parse_schedule(began.training.global_batch_size)[0]
-    if config.lr_scheduler.follow_batch and settings.parse_schedule(batch)[0] != (0, first):
+    is_followed = began.lr_scheduler.follow_batch and config.lr_scheduler.follow_batch
+    if is_followed and settings.parse_schedule(batch)[0] != (0, first):
         needed = f"with lr_scheduler.follow_batch it must begin with {first}, for which optimizer.lr is"
         raise ConfigError(f'training.global_batch_size = {batch}: {needed}: "{first} @ 0, ..."')
 

@@ -43,7 +43,7 @@ def test_a_run_follows_its_schedule_through_stops_and_on_other_ranks(dataset: Pa
 
 
 def test_a_rate_that_follows_the_batch_keeps_its_first_batch(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("[training]\nglobal_batch_size = 16\n")
+    (tmp_path / "config.toml").write_text("[training]\nglobal_batch_size = 16\n[lr_scheduler]\nfollow_batch = true\n")
     batch, follow = "--training.global_batch_size", "--lr_scheduler.follow_batch"
     check_optim(load_config([f"{batch}=16 @ 0, 32 @ 1M", follow]), tmp_path)
     check_optim(load_config([f"{batch}=32"]), tmp_path)
