@@ -20,6 +20,10 @@ set -euo pipefail
 
 export NPROC_PER_NODE=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}  # processes on a node
 export MAX_RESTARTS=${MAX_RESTARTS:-100}                           # the run itself ends restarts without progress
+if [ "${STUDY_RUNS:-}" ]; then  # of tools.sweep --slurm: this task's line has the folder of its run
+  RUN_FOLDER=$(sed -n "${SLURM_ARRAY_TASK_ID}p" "$STUDY_RUNS")
+  set -- "--config=$RUN_FOLDER.toml" "$@"
+fi
 # Of an array, this task alone. The job's id names the run, so that a requeued job resumes it; with the cluster's, since
 # two clusters may share a file system.
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from checkpoint.branch import read_parent
 from config import TitaniteError, command_line, file_errors, tomllib
@@ -22,8 +22,41 @@ NO_CURVE = ("step", "tokens", "interval_steps", "skipped", "time")  # of a row: 
 Charts = dict[str, list[tuple[float, ...]]]  # field of metrics.jsonl → (step, tokens, hours, value) of its rows
 
 
-def write_page(runs: Sequence[Path], output: Path) -> None:
-    """Write the page that compares these runs, without those that have logged no step. Raises TitaniteError."""
+class Table(NamedTuple):
+    """A table to show above the curves."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Any]]  # texts and numbers; None for what is unknown
+    note: str = ""
+
+    def text(self) -> str:
+        """The table for a terminal."""
+        lines = [list(self.head), *([_cell(value) for value in row] for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        padded = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
+        return "\n".join([self.title, *padded])
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
+
+
+def write_page(
+    runs: Sequence[Path],
+    output: Path,
+    title: str = "Runs compared",
+    groups: Sequence[Sequence[Path]] = (),
+    tables: Sequence[Table] = (),
+    figures: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Write the page that compares these runs, without those that have logged no step. Raises TitaniteError.
+
+    Runs of one of the `groups`, such as seeds, share a colour and can be drawn as their mean. `figures`: as `scatter`
+    in compare.html takes them.
+    """
     charts: dict[Path, Charts] = {}
     settings = []
     for folder in dict.fromkeys(folder.resolve() for folder in runs):
@@ -38,11 +71,14 @@ def write_page(runs: Sequence[Path], output: Path) -> None:
     found = sorted(
         dict.fromkeys(field for own in charts.values() for field in own), key=lambda field: not is_loss(field)
     )
-    shown = []
-    for name, own in zip(name_runs(list(charts)), charts.values(), strict=True):
+    shown: list[dict[str, Any]] = []
+    grouped = {path.resolve(): number for number, group in enumerate(groups) for path in group}
+    for name, (folder, own) in zip(name_runs(list(charts)), charts.items(), strict=True):
         thinned = {field: _thinned(points) for field, points in own.items()}
-        shown.append({"name": name, "summary": summarize(own, found), "charts": thinned})
-    data = {"runs": shown, "charts": found, "settings": differing_settings(settings)}
+        group = grouped.get(folder, len(shown) + len(groups))
+        shown.append({"name": name, "group": group, "summary": summarize(own, found), "charts": thinned})
+    data = {"title": title, "runs": shown, "charts": found, "settings": differing_settings(settings)}
+    data |= {"tables": [table._asdict() for table in tables], "figures": figures}
     template = Path(__file__).with_name("compare.html").read_text(encoding="utf-8")
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # cannot end the script
     with file_errors(output):

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from config import TitaniteError
 from storage.records import read_records
 from tests.corpus import write_dataset
 from tests.slurm.lab import missing, slurm
 from tools.audit import prove
+from tools.sweep import main as sweep
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 300
@@ -118,6 +120,30 @@ def test_a_hang_is_requeued_where_torchrun_may_not_start_the_job_again(cluster: 
     cluster.call("scancel", cluster.job)
     record = json.loads((run / "exit.json").read_text())
     assert (record["kind"], record["start_again"]) in (("hung", True), ("lost", True))
+
+
+def test_a_sweep_is_an_array_of_jobs(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
+    settings = [setting.removeprefix("--") for setting in SETTINGS if "param_dtype" not in setting]
+    (tmp_path / "base.toml").write_text(
+        f'training = {{steps = 20, param_dtype = "float32"}}\ndata.datasets = ["{cluster.dataset}"]'
+    )
+    file = tmp_path / "sweep.toml"
+    lines = ['base = "base.toml"', f'folder = "{tmp_path / "runs"}"', "seeds = [0, 1]", "[set]", *settings]
+    file.write_text("\n".join(lines))
+    options = "--slurm=--nodes=1 --partition=low --gpus-per-node=0"
+    assert sweep([str(file), options, "--at-once=1"]) == 0
+    with pytest.raises(TitaniteError, match="are still queued or running"):
+        sweep([str(file), options])
+    cluster.job = (tmp_path / "runs" / ".slurm_jobs").read_text()
+    done = ("squeue", "--noheader", f"--jobs={cluster.job}", "--states=all", "--format=%T")
+    cluster.log = tmp_path / "runs" / f"slurm-{cluster.job}_1.log"
+    cluster.wait(lambda: set(cluster.call(*done).split()) == {"COMPLETED"}, "both runs", dead=set())
+    assert [steps(tmp_path / "runs" / f"seed={seed}") for seed in (0, 1)] == [list(range(1, 21))] * 2
+    assert sweep([str(file), "--page"]) == 0
+    assert "2 of 2" in capsys.readouterr().out
 
 
 def _read(file: Path) -> bytes:

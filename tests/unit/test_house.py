@@ -35,6 +35,7 @@ ENVIRONMENT = {
     "run/run.py",
     "run/torchrun.py",
     "data/prepare.py",
+    "tools/study.py",  # gives each run its devices
     "float8/__init__.py",
     "parallel/device.py",  # the allocator of a GPU's memory, before CUDA starts
 }

@@ -1,0 +1,187 @@
+"""Sweeps: which runs a file asks for, mistakes before the first starts, failures, a stop in the middle, the tables."""
+
+import csv
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from config import TitaniteError, from_dict
+from run.folder import record_exit
+from storage.records import read_records
+from tests.runs import content, how_it_ended, read, validated
+from tests.unit.test_metrics_page import row, write_run
+from tools.study import Run
+from tools.sweep import main, read_results, read_sweep, tabulate
+
+SMALL_RUN = """
+[model]
+flavor = "tiny"
+n_layers = 1
+[data]
+datasets = ["{dataset}"]
+[training]
+steps = {steps}
+seq_len = 32
+local_batch_size = 2
+param_dtype = "float32"
+[lr_scheduler]
+warmup_steps = 1
+[validation]
+interval = 4
+max_samples = 4
+[checkpoint]
+interval = 4
+[metrics]
+log_interval = 1
+tensorboard = false
+"""
+SWEEP = """
+base = "base.toml"
+folder = "{folder}/runs"
+"""
+
+
+def write_sweep(folder: Path, dataset: Path, text: str, steps: int = 4) -> Path:
+    (folder / "base.toml").write_text(SMALL_RUN.format(dataset=dataset, steps=steps))
+    file = folder / "lab.toml"
+    file.write_text(SWEEP.format(folder=folder) + text)
+    return file
+
+
+def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
+    text = """seeds = [3, 4]
+    [set]
+    training.seq_len = 64
+    [grid]
+    optimizer.lr = [0.001, 0.5]
+    [[zip]]
+    "model.dim" = [32, 64]
+    optimizer.groups = [[], [{pattern = "*norm*", lr = 2}]]
+    """
+    folder, runs = read_sweep(write_sweep(tmp_path, dataset, text))
+    assert folder == tmp_path / "runs"
+    wide = "dim=64,groups=pattern-norm-lr-2"
+    assert [run.name for run in runs] == [
+        f"lr={lr},{shape},seed={seed}"
+        for lr in ("0.001", "0.5")
+        for shape in ("dim=32,groups=", wide)
+        for seed in (3, 4)
+    ]
+    last = runs[-1].config
+    assert (last.training.seq_len, last.training.steps, last.optimizer.lr, last.run.seed) == (64, 4, 0.5, 4)
+    assert (last.model.changes, last.optimizer.groups[0].lr) == (("dim=64",), 2.0)
+    assert last.run.folder == f"{tmp_path}/runs/{runs[-1].name}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("sseeds = [1]", "sseeds: unknown key; one of base, .*; did you mean seeds"),
+        ("[grid]\noptimizer.lrr = [1.0]", r"optimizer.lrr: unknown key; did you mean optimizer.lr"),
+        ("[grid]\noptimizer.lr = [1.0, 'x']", 'optimizer.lr = "x": must be a number'),
+        ("[grid]\noptimizer.lr = 1.0", "lr = 1.0: must be a list"),
+        ("[grid]\nlr = [1.0]", "lr: must be a setting with its section"),
+        ("[grid]\noptimizer.lr = [1.0, 1.0]", "lr=1.0: two runs would have this folder"),
+        ("[grid]\nmodel.n_kv_heads = [2, 3]", "n_kv_heads=3: model.flavor = 'tiny' with n_kv_heads=3"),
+        ("[grid]\nmodel.dimm = [32]", "dimm=32: model.dimm: unknown key, also of the flavor; did you mean dim"),
+        ("[grid]\ntraining.global_batch_size = [2, 3]", "global_batch_size=3: training.global_batch_size = 3"),
+        ("[grid]\nparallelism.tp = [1, 2]", "tp=2: .*world size"),
+        ("[grid]\ndata.datasets = [['nowhere']]", "datasets=nowhere: .*nowhere"),
+        ("[grid]\ncheckpoint.initial_load = ['nowhere']", "checkpoint.initial_load: nowhere"),
+        ("[grid]\nrun.folder = ['a']", "run.folder: each run of a study has a folder of its own"),
+        ("seeds = [1]\n[grid]\nrun.seed = [2]", "run.seed: is varied twice"),
+        ("[set]\noptimizer.lr = 1.0\n[grid]\noptimizer.lr = [2.0]", "optimizer.lr: is in .set. and varied"),
+        ("[[zip]]\noptimizer.lr = [1.0]\nrun.seed = [1, 2]", "must be lists of one length"),
+        ("[set]\noptimizer.lr = 1.0", "varies nothing"),
+    ],
+)
+def test_a_mistake_is_found_before_any_run_starts(tmp_path: Path, dataset: Path, text: str, message: str) -> None:
+    file = write_sweep(tmp_path, dataset, text)
+    with pytest.raises(TitaniteError, match=message):
+        main([str(file)])
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_failure_stops_no_other_run_and_is_tried_again(
+    tmp_path: Path, dataset: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_sweep(tmp_path, dataset, "[grid]\noptimizer.lr = [1e30, 0.01, 0.001]")
+    assert main([str(file), "--dry-run"]) == 0
+    assert not (tmp_path / "runs").exists()
+    assert main([str(file), "--at-once=2"]) == 1
+    said = capsys.readouterr().out
+    assert "failed: lr=1e+30: exit code 2 after " in said
+    assert "not finished: 1 of 3 runs" in said
+    good = [tmp_path / "runs" / name for name in ("lr=0.01", "lr=0.001")]
+    assert [how_it_ended(folder)["kind"] for folder in good] == ["finished", "finished"]
+    with (tmp_path / "runs" / "sweep.csv").open() as table:
+        rows = {line["run"]: line for line in csv.DictReader(table)}
+    for folder in good:
+        line = rows[folder.name]
+        assert (line["state"], line["steps"], float(line["validation_loss"])) == ("finished", "4", validated(folder)[4])
+    assert rows["lr=1e+30"]["state"] == "stopped"
+    before = [content(folder) for folder in good]
+    assert main([str(file)]) == 1
+    assert "lr=1e+30: resumed" in capsys.readouterr().out
+    assert [content(folder) for folder in good] == before
+    file.write_text(file.read_text() + "\n[set]\noptimizer.beta1 = 0.5")
+    with pytest.raises(TitaniteError, match=r"lr=1e.30: it began with optimizer.beta1 = 0.9, now asked: 0.5"):
+        main([str(file)])
+
+
+def test_a_stopped_sweep_goes_on_where_it_was(tmp_path: Path, dataset: Path) -> None:
+    file = write_sweep(tmp_path, dataset, "seeds = [0]", steps=300)
+    command = [sys.executable, "-m", "tools.sweep", str(file)]
+    sweep = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    folder = tmp_path / "runs" / "seed=0"
+    while len(read_records(folder / "metrics.jsonl")) < 3:
+        assert sweep.poll() is None, sweep.communicate()
+        time.sleep(0.05)
+    sweep.send_signal(signal.SIGINT)
+    said, _ = sweep.communicate()
+    assert sweep.returncode == 128 + signal.SIGINT
+    assert "the same command goes on" in said
+    assert how_it_ended(folder)["kind"] == "stopped"
+    assert main([str(file)]) == 0
+    assert [start["after"] and start["after"]["kind"] for start in read(folder, "starts.jsonl")] == [None, "stopped"]
+    steps = [line["step"] for line in read(folder, "metrics.jsonl") if line["loss"] is not None]
+    assert steps == list(range(1, 301)), "no step was trained twice"
+
+
+def finished_run(folder: Path, seconds: float, losses: list[float], **values: float) -> Run:
+    """A run of 10 steps for each loss, of `seconds` each, recorded by hand."""
+    name = ",".join(f"{key}={value}" for key, value in values.items())
+    config = from_dict({"run": {"folder": str(folder / name)}})
+    lines = []
+    for number, loss in enumerate(losses, start=1):
+        lines.append(row(10 * number, loss=loss, step_seconds=seconds, interval_steps=10))
+    write_run(folder / name, lines, config)
+    record_exit(folder / name, {"kind": "finished"})
+    return Run(name, {"optimizer.lr": values["lr"], "run.seed": values["seed"]}, config)
+
+
+def test_the_tables_of_a_sweep(tmp_path: Path) -> None:
+    """The first rate learns more by step, the second by second, and longer."""
+    runs = [
+        finished_run(tmp_path, 2.0, [4.0, 3.0], lr=0.1, seed=0),
+        finished_run(tmp_path, 2.0, [5.0, 4.0], lr=0.1, seed=1),
+        finished_run(tmp_path, 1.0, [5.5, 4.5, 2.5], lr=0.2, seed=0),
+    ]
+    by_loss, best = tabulate(read_results(runs), runs)
+    assert list(by_loss.head) == [
+        *("optimizer.lr", "finished", "loss", "± of seeds"),
+        *("at 20 steps", "at 2,000 tokens", "at 30 seconds"),
+    ]
+    # At 30 seconds the first has 15 steps, the second 30.
+    deviation = statistics.stdev([3.0, 4.0])
+    assert by_loss.rows == [
+        ["0.2", "1 of 1", 2.5, None, 4.5, 4.5, 2.5],
+        ["0.1", "2 of 2", 3.5, deviation, 3.5, 3.5, statistics.fmean([3.5, 4.5])],
+    ]
+    assert [line[1] for line in best.rows] == ["lr=0.2", "lr=0.1", "lr=0.1", "lr=0.2"]
