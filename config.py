@@ -433,6 +433,9 @@ class Metrics:
 
     log_interval: Positive = 10
     """Steps between two log lines."""
+    per_layer: bool = False
+    """Report norms of the gradients, weights and updates of every layer. In logged steps only, which take longer and
+    hold a second copy of the weights."""
     log_ranks: tuple[Count, ...] = (0,)
     """Ranks that print progress. Every rank prints errors."""
     tensorboard: bool = True

@@ -199,10 +199,12 @@ def wandb_id(folder: Path) -> str:
 
 
 def grouped(row: Mapping[str, float | None]) -> dict[str, float]:
-    """The known figures of a row, under the groups `train/`, `valid/` and `speed/` of trackers."""
+    """The known figures of a row, under the groups `train/`, `layers/`, `valid/` and `speed/` of trackers."""
     figures = {}
     for name, value in row.items():
         group = FIELDS.get(name.partition("/")[0], "train/")
+        if "_norm/" in name:
+            group = "layers/"
         if group and value is not None:
             figures[group + name.removeprefix("validation_")] = value
     return figures
@@ -237,6 +239,7 @@ class MetricsLogger:
         self.terms: tuple[str, ...] = ()
         self.grad_norm = math.nan  # of the last step that was trained and fetched
         self.rates: Mapping[str, float] = {}
+        self.layer_norms: Mapping[str, Tensor] = {}
         self.validation = ""  # the last one, in words
         self.totals: list[float] = []  # tokens/s of each interval
         self.last: dict[str, Any] = {}  # row
@@ -293,6 +296,10 @@ class MetricsLogger:
         self.interval_flops += flops
         self.data_wait_seconds += data_wait_seconds
 
+    def add_layers(self, norms: Mapping[str, Tensor]) -> None:
+        """Keep the norms of layers, of the step just trained, for its row."""
+        self.layer_norms = norms
+
     def check_finite(self) -> None:
         """Fetch the figures of the steps since the last call from the device. Call it before writing anything.
 
@@ -318,6 +325,8 @@ class MetricsLogger:
         those of the last. Nothing is written if all of the interval's steps were left out or had no trained token.
         """
         self.check_finite()
+        layer_norms = self.layer_norms
+        self.layer_norms = {}
         if not (self.interval_steps and self.losses):
             return
         seconds = time.perf_counter() - self.since
@@ -340,6 +349,9 @@ class MetricsLogger:
             "step_seconds": seconds / self.interval_steps,
             "interval_steps": self.interval_steps,
         }
+        if layer_norms:
+            values = torch.stack(list(layer_norms.values())).tolist()
+            row.update(zip(layer_norms, values, strict=True))
         self._print(row, total)
         self._write(row)
         self.losses = []

@@ -19,6 +19,7 @@ from config import Config, file_errors, load_config
 from data.answers import load_answers
 from data.loader import DataLoader
 from float8.convert import check_float8, convert_to_float8, summarize
+from layer_norms import LayerNorms, layer_of
 from loss import (
     build_chunked_loss,
     build_loss,
@@ -100,6 +101,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         converted = convert_to_float8(model, config.float8, dims.tp, dims.shards)
         logger.info(f"float8: {summarize(*converted)}")
     groups = summarize_groups(model, config.optimizer)
+    layers = list(dict.fromkeys(layer_of(name) for name, _ in model.named_parameters()))
 
     def check_run(folder: Path) -> list[str]:  # on rank 0, before a byte is written
         data.check_run(folder)
@@ -145,17 +147,21 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         run.start_steps(step, checkpoint.ranks)
         metrics = MetricsLogger(config, run.folder, rank, environment.world_size, device, step, run.writing)
         names = term_names(training.z_loss)
+        layer_norms = LayerNorms(layers, parts, mesh, dims, device)
 
         # -- the loop
         while step < steps and not run.asked_to_stop():
             step += 1
             run.begin(step)
+            is_logged = due(step, config.metrics.log_interval, steps) or run.starting
             with watchdog.section("data"):
                 batches = [batch.to(device) for batch in data.next_step() if step not in guard.skipped]
             tokens = data.tokens_per_step
             n_tokens = count_trained((batch.labels for batch in batches), dims, device)
             total = sum_losses(run.forward_backward(compute, batches, n_tokens), dims, device)
             loss, *other_terms = total.reshape(-1)  # the cross-entropy, and what else the loss has
+            if is_logged and config.metrics.per_layer:
+                layer_norms.begin()
             grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp, mesh.islands).to(device)
             growth = tokens / first_tokens
             lr = learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler, growth)
@@ -164,6 +170,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 checkpoint.wait_for_copies()  # a save in the background still reads weights and moments
                 with watchdog.section("optimizer"):
                     optimizer.step()
+                if is_logged and config.metrics.per_layer:
+                    metrics.add_layers(layer_norms.end())
                 if islands:
                     islands.apart = True
                 terms = dict(zip(names, other_terms, strict=True))
@@ -177,7 +185,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             optimizer.zero_grad()
 
             # From here on the host waits for the device, but only when something is due.
-            if due(step, config.metrics.log_interval, steps) or run.starting:
+            if is_logged:
                 metrics.log(step, data.tokens_seen)
             if config.checkpoint.enable and due(step, config.checkpoint.interval, steps):
                 metrics.check_finite()

@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -127,6 +128,7 @@ def plain_run(
 
     init = {n: p.detach().clone() for n, p in weights.items()}
     result: dict[str, Any] = {"init": init, "losses": {}, "z_losses": {}, "norms": {}, "validation_losses": {}}
+    result["layers"] = {}
     for step in range(1, steps + 1):
         n_tokens = int((step_data(step, seq_len)[1] != IGNORED).sum())
         loss = torch.zeros((), device=device)
@@ -144,6 +146,8 @@ def plain_run(
         if step == 1:
             result["grads"] = {n: p.grad.clone() for n, p in weights.items()}
         norm = torch.cat([p.grad.double().flatten() for p in weights.values()]).norm().item()
+        layers = result["layers"][step] = {f"grad_norm/{layer}": n for layer, n in layer_norms(weights, "grad")}
+        before = copy.deepcopy(weights)
         for p in weights.values():
             p.grad *= MAX_NORM / max(norm, MAX_NORM)
         result["norms"][step] = norm
@@ -156,12 +160,22 @@ def plain_run(
             for optimizer in optimizers:
                 optimizer.step()
         model.zero_grad()
+        layers.update({f"weight_norm/{layer}": n for layer, n in layer_norms(weights)})
+        change = {n: p - before[n] for n, p in weights.items()}
+        layers.update({f"update_norm/{layer}": n for layer, n in layer_norms(change)})
         with torch.no_grad():
             held_out_tokens = (step_data(HELD_OUT, seq_len)[1] != IGNORED).sum()
             loss = summed_loss(copy.deepcopy(model).to(dtype), HELD_OUT) / held_out_tokens
         result["validation_losses"][step] = loss[0].item()
     result["weights"] = {n: p.detach() for n, p in weights.items()}
     return result
+
+
+def layer_norms(tensors: dict[str, torch.Tensor], field: str = "data") -> Iterator[tuple[str, float]]:
+    """(layer, norm) of the tensors of each layer, or of their gradients."""
+    for layer in dict.fromkeys(re.sub(r"(layers\.\d+|^\w+)\..*", r"\1", name) for name in tensors):
+        own = [getattr(x, field).double().flatten() for name, x in tensors.items() if name.startswith(f"{layer}.")]
+        yield layer, torch.cat(own).norm().item()
 
 
 def whole(x: torch.Tensor) -> torch.Tensor:
@@ -300,7 +314,7 @@ def config_for(
 ) -> Config:
     return Config(
         data=Data(mask_documents=documents),
-        metrics=Metrics(log_interval=1, log_ranks=(), tensorboard=False),
+        metrics=Metrics(log_interval=1, log_ranks=(), tensorboard=False, per_layer=True),
         validation=Validation(interval=VALIDATION_INTERVAL),
         checkpoint=Checkpoint(enable=False),
         lr_scheduler=LRScheduler(warmup_steps=0, decay_fraction=0.0),
@@ -335,6 +349,9 @@ def close(
     for key, tolerance in (("losses", 1), ("validation_losses", 1), ("norms", 100)):
         plain = {step: expected[key][step] for step in actual[key]}
         assert actual[key] == pytest.approx(plain, rel=tolerance * loss_tolerance, abs=0), key
+    for row in actual["rows"]:
+        layers = {name: value for name, value in row.items() if "_norm/" in name}
+        assert layers == pytest.approx(expected["layers"][row["step"]], rel=1e3 * loss_tolerance), row["step"]
     for name, grad in actual["grads"].items():
         atol = (grad_tolerance or 10 * loss_tolerance) * expected["grads"][name].abs().max().item()
         torch.testing.assert_close(grad, expected["grads"][name], rtol=0, atol=atol, msg=name)

@@ -115,7 +115,8 @@ def read_charts(folder: Path) -> Charts:
     for row in rows:
         hours += (row["step_seconds"] or 0) * (row["interval_steps"] or 0) / 3600
         for field, value in row.items():
-            if field not in NO_CURVE and value is not None and math.isfinite(value):
+            is_drawn = field not in NO_CURVE and "_norm/" not in field  # of layers: too many
+            if is_drawn and value is not None and math.isfinite(value):
                 charts.setdefault(field, []).append((row["step"], row["tokens"], hours, value))
     return charts
 

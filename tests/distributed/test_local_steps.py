@@ -59,6 +59,7 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
     outer = torch.optim.SGD(common, lr=0.7, momentum=0.9, nesterov=True)
     losses = torch.zeros(training.steps)
     norms = torch.zeros(training.steps)
+    embedding = torch.zeros(training.steps)  # norms of its gradient
     for step in range(training.steps):
         for loader, model, optimizer in islands:
             batches = list(loader.next_step())
@@ -68,6 +69,7 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
                 loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / n_tokens
                 loss.backward()
                 losses[step] += loss.detach() / ISLANDS
+            embedding[step] += model.tok_embeddings.weight.grad.norm() / ISLANDS
             norms[step] += torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_norm) / ISLANDS
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step + 1, training.steps, config.optimizer.lr, config.lr_scheduler)
@@ -89,7 +91,8 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
                     state.copy_(mean)
     for loader, _, _ in islands:
         loader.close()
-    return {"losses": losses.tolist(), "norms": norms.tolist(), "weights": dict(model.named_parameters())}
+    figures = {"losses": losses.tolist(), "norms": norms.tolist(), "embedding": embedding.tolist()}
+    return {**figures, "weights": dict(model.named_parameters())}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -99,10 +102,12 @@ def test_islands_equal_a_plain_loop(layout: str, small: tuple[str, ...], tmp_pat
     words = [*small, f"--training.steps={2 * LOCAL_STEPS}"]
     float8 = [word for word in overrides if "float8" in word]
     plain = train_plainly([*words, *float8, f"--training.local_batch_size={in_a_row}"])
-    launch(world_size, tmp_path, [*words, *APART, *overrides])
+    launch(world_size, tmp_path, [*words, *APART, *overrides, "--metrics.per_layer"])
     loss_tolerance, weight_tolerance = TOLERANCES.get(layout, (1e-5, 1e-4))
     torch.testing.assert_close(column(tmp_path, "loss"), plain["losses"], rtol=loss_tolerance, atol=0)
     torch.testing.assert_close(column(tmp_path, "grad_norm"), plain["norms"], rtol=100 * loss_tolerance, atol=0)
+    embedding = column(tmp_path, "grad_norm/tok_embeddings")
+    torch.testing.assert_close(embedding, plain["embedding"], rtol=100 * loss_tolerance, atol=0)
     saved = flat(final_weights(tmp_path, tmp_path)["model"])
     for name, expected in plain["weights"].items():
         error = (saved[f"/{name}"] - expected).norm() / expected.norm()

@@ -1,5 +1,6 @@
 """TP, CP and PP, alone and together with data parallelism, against a plain loop in one process."""
 
+import dataclasses
 import re
 from functools import partial
 from pathlib import Path
@@ -80,6 +81,13 @@ def test_ranks_sum_gradients_once_a_step(world_size: int, collective: str, confi
     one_batch, two_batches = (run_ranks(world_size, count_calls, collective, config, n) for n in (1, 2))
     assert min(one_batch) > 1
     assert max(two_batches) <= max(one_batch) + 1, "a validation asks after each microbatch whether to stop"
+
+
+def test_norms_of_layers_take_one_collective() -> None:
+    config = config_for(1, 2)
+    without = dataclasses.replace(config, metrics=dataclasses.replace(config.metrics, per_layer=False))
+    counts = [run_ranks(2, count_calls, "all_reduce", each, 1)[0] for each in (config, without)]
+    assert counts[0] == counts[1] + 1
 
 
 def test_under_torchrun_no_rank_gets_advice_for_developers_of_torch(tmp_path: Path) -> None:
