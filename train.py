@@ -147,7 +147,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         run.start_steps(step, checkpoint.ranks)
         metrics = MetricsLogger(config, run.folder, rank, environment.world_size, device, step, run.writing)
         names = term_names(training.z_loss)
-        layer_norms = LayerNorms(layers, parts, mesh, dims, device)
+        layer_norms = LayerNorms(layers, parts, mesh, dims, device) if config.metrics.per_layer else None
 
         # -- the loop
         while step < steps and not run.asked_to_stop():
@@ -160,7 +160,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             n_tokens = count_trained((batch.labels for batch in batches), dims, device)
             total = sum_losses(run.forward_backward(compute, batches, n_tokens), dims, device)
             loss, *other_terms = total.reshape(-1)  # the cross-entropy, and what else the loss has
-            if is_logged and config.metrics.per_layer:
+            if layer_norms and is_logged:
                 layer_norms.begin()
             grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp, mesh.islands).to(device)
             growth = tokens / first_tokens
@@ -170,7 +170,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 checkpoint.wait_for_copies()  # a save in the background still reads weights and moments
                 with watchdog.section("optimizer"):
                     optimizer.step()
-                if is_logged and config.metrics.per_layer:
+                if layer_norms and is_logged:
                     metrics.add_layers(layer_norms.end())
                 if islands:
                     islands.apart = True
