@@ -128,19 +128,25 @@ def start_run(
 def _lock(folder: Path) -> None:
     """Hold the folder until this process ends. Raises TitaniteError if another process of this machine holds it."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = os.open(folder / RUNNING, os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would release the lock
+    process = hold(folder / RUNNING)
+    if process:
+        raise TitaniteError(
+            f"{folder}: a start of this run is still running here, process {process}: wait for its end, ask it to "
+            f"stop (touch {folder / 'stop'}), or give this one a run.folder of its own"
+        )
+
+
+def hold(path: Path) -> str:
+    """Lock a file until this process ends. Returns the process of this machine that has locked it, "" if none has."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # never closed: that would release the lock
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # held, or a file system without locks
         host, _, process = os.pread(file, 1000, 0).decode(errors="replace").partition(" ")
-        if host == socket.gethostname():
-            raise TitaniteError(
-                f"{folder}: a start of this run is still running here, process {process}: wait for its end, ask it to "
-                f"stop (touch {folder / 'stop'}), or give this one a run.folder of its own"
-            ) from None
-    else:
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"{socket.gethostname()} {os.getpid()}".encode(), 0)
+        return process if host == socket.gethostname() else ""
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"{socket.gethostname()} {os.getpid()}".encode(), 0)
+    return ""
 
 
 def _last_start(folder: Path) -> dict[str, Any]:

@@ -18,7 +18,16 @@ from config import TitaniteError, command_line, file_errors, tomllib
 from storage.records import output_file, read_records
 
 MAX_POINTS = 4000  # per curve: longer ones keep every n-th row
-NO_CURVE = ("step", "tokens", "interval_steps", "skipped", "time")  # of a row: every other field is drawn
+NO_CURVE = (
+    "step",
+    "tokens",
+    "interval_steps",
+    "skipped",
+    "time",
+    "checkpoint",
+    "asked",
+    "spread",
+)  # of a row: every other field is drawn
 Charts = dict[str, list[tuple[float, ...]]]  # field of metrics.jsonl → (step, tokens, hours, value) of its rows
 
 
@@ -110,14 +119,18 @@ def read_charts(folder: Path) -> Charts:
                 rows = [kept for kept in rows if kept["step"] < row["step"]]
             last = row["step"]
         rows.append(row)
+    for file in folder.glob("scores*/scores.jsonl"):  # by tools.follow
+        rows += read_records(file)
     charts: Charts = {}
     hours = 0.0
-    for row in rows:
-        hours += (row["step_seconds"] or 0) * (row["interval_steps"] or 0) / 3600
+    tokens = 0
+    for row in sorted(rows, key=lambda row: row["step"]):
+        hours += (row.get("step_seconds") or 0) * (row.get("interval_steps") or 0) / 3600
+        tokens = row.get("tokens", tokens)
         for field, value in row.items():
             is_drawn = field not in NO_CURVE and "_norm/" not in field  # of layers: too many
             if is_drawn and value is not None and math.isfinite(value):
-                charts.setdefault(field, []).append((row["step"], row["tokens"], hours, value))
+                charts.setdefault(field, []).append((row["step"], tokens, hours, value))
     return charts
 
 
@@ -170,8 +183,8 @@ def summarize(charts: Charts, found: Sequence[str]) -> list[float | None]:
 
 
 def is_loss(field: str) -> bool:
-    """Whether a field falls while a run learns, so that its last value counts, and its curve comes first."""
-    return "loss" in field or field.startswith("bits_per_byte")
+    """Whether a field says what a run has learned, so that its last value counts, and its curve comes first."""
+    return "loss" in field or field.startswith(("bits_per_byte", "scores/"))
 
 
 def _thinned(points: Sequence[tuple[float, ...]]) -> Sequence[tuple[float, ...]]:

@@ -1,9 +1,11 @@
 """Benchmarks on a trained model, by EleutherAI's lm-evaluation-harness, so that scores compare with published ones.
 
     python -m tools.evaluate outputs/NAME --tasks arc_easy,hellaswag --output_path results/
+    python -m tools.evaluate --follow outputs/NAME --tasks arc_easy,hellaswag
 
-Exports the model to a temporary folder in Hugging Face's format (`tools.hf`) and runs `lm-eval run --model hf` on it.
-All further options are the harness's (`lm-eval run --help`). Needs `pip install -r requirements-eval.txt`.
+Exports the model to a temporary folder in Hugging Face's format (`tools.hf`) and runs `lm-eval run --model hf` on it;
+with `--follow` each checkpoint of a run, as it appears (`tools.follow`). All further options are the harness's
+(`lm-eval run --help`). Needs `pip install -r requirements-eval.txt`.
 """
 
 import argparse
@@ -14,8 +16,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from config import TitaniteError, command_line
+from metrics import configure_logging
 from models.trained import add_place_arguments
 from parallel.device import device_type
+from tools.follow import follow
 from tools.hf import export_model
 
 # What IBM's and PyTorch's float8 study compares models by.
@@ -28,16 +32,48 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.evaluate", description=about, allow_abbrev=False)
     add_place_arguments(parser)
     parser.add_argument("--tasks", default=TASKS, help="names of lm-eval's tasks, by commas (default %(default)s)")
+    help = "evaluate each checkpoint of a run as it appears (--follow --help: its options)"
+    parser.add_argument("--follow", action="store_true", help=help)
+    if "--follow" in argv:
+        parser.add_argument("--output_path", help="folder of the scores (default RUN/scores)")
+        parser.add_argument("--poll-seconds", type=float, default=30, help="between two looks (default %(default)s)")
+        parser.add_argument(
+            "--last", type=int, default=5, help="checkpoints to say the spread of (default %(default)s)"
+        )
     arguments, options = parser.parse_known_args(argv)
     if find_spec("lm_eval") is None:
         raise TitaniteError("lm_eval is not installed; evaluation needs: pip install -r requirements-eval.txt")
+    dtype = arguments.dtype
+
+    def command(folder: Path) -> list[str]:
+        model = ["--model=hf", f"--model_args=pretrained={folder},dtype={dtype}", f"--device={device_type()}"]
+        words = [*model, f"--tasks={arguments.tasks}", "--batch_size=16", *options]
+        return [sys.executable, "-m", "lm_eval", "run", *words]
+
+    if arguments.follow:
+        configure_logging((0,), 0)
+        if "://" in arguments.place or not arguments.poll_seconds > 0 or arguments.last < 2:
+            raise TitaniteError("--follow needs the folder of a run, --poll-seconds above 0, and --last of at least 2")
+        check_harness(command(Path("exported"))[3:])
+        asked = [arguments.tasks, dtype, arguments.tokenizer, *options]
+        follow(arguments, " ".join(asked), command)
+        return 0
     with TemporaryDirectory() as temporary:
         folder = Path(temporary, "exported")
-        dtype = arguments.dtype
         export_model(arguments.place, folder, dtype=dtype, tokenizer=arguments.tokenizer)
-        model = ["--model=hf", f"--model_args=pretrained={folder},dtype={dtype}", f"--device={device_type()}"]
-        command = [sys.executable, "-m", "lm_eval", "run", *model, f"--tasks={arguments.tasks}", "--batch_size=16"]
-        return subprocess.run([*command, *options]).returncode
+        return subprocess.run(command(folder)).returncode
+
+
+def check_harness(words: list[str]) -> None:
+    """Let the harness check its command line, and end for an unknown option. Raises TitaniteError for a task."""
+    from lm_eval._cli.harness import HarnessCLI
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    parsed = HarnessCLI()._parser.parse_args(words)
+    try:
+        EvaluatorConfig.from_cli(parsed).process_tasks()
+    except ValueError as error:
+        raise TitaniteError(f"lm-eval: {error}") from None
 
 
 if __name__ == "__main__":

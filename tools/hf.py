@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -59,34 +60,38 @@ def export_model(
     """
     if folder.exists():
         raise CheckpointError(f"{folder}: exists; name a new folder")
+    export = partial(export_opened, place=place, folder=folder, dtype=dtype, tokenizer=tokenizer, file_bytes=file_bytes)
+    load_place(place, export)
 
-    def fill(opened: Opened) -> None:
-        adapter, model, flavor = exported_model(opened.manifest)
-        names = adapter.hf_names(flavor)
-        check_same_names(opened, names)
-        text, companions = find_tokenizer(opened, place, tokenizer, flavor.vocab_size)
-        declared = declared_by(opened)
-        model_type = declared.get("imported", {}).get("model_type", "llama")
-        try:
-            config = adapter.to_hf_config(flavor, longest_sequence(opened.manifest), dtype, model_type)
-        except ValueError as error:
-            raise CheckpointError(f"{opened.url}: {error}") from None
-        try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            prefix = f"{folder.name}.partial-"
-            with TemporaryDirectory(dir=folder.parent, prefix=prefix, ignore_cleanup_errors=True) as made:
-                partial = Path(made, folder.name)
-                partial.mkdir()
-                write_companions(partial, companions, text, config, declared)
-                kind = getattr(torch, dtype)
-                write_weights(partial, model, names, kind, lambda own: read_state(opened, {"model": own}), file_bytes)
-                compare_logits(partial, opened, model)
-                partial.rename(folder)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder}: not exported: {error}") from error
-        logger.info(f"{folder}: step {opened.manifest['step']} of {opened.url}, {dtype}")
 
-    load_place(place, fill)
+def export_opened(
+    opened: Opened, place: str, folder: Path, *, dtype: str, tokenizer: str | Path, file_bytes: int = FILE_BYTES
+) -> None:
+    """`export_model` of one checkpoint, found by `place`. Raises DamagedError if it is damaged or removed meanwhile."""
+    adapter, model, flavor = exported_model(opened.manifest)
+    names = adapter.hf_names(flavor)
+    check_same_names(opened, names)
+    text, companions = find_tokenizer(opened, place, tokenizer, flavor.vocab_size)
+    declared = declared_by(opened)
+    model_type = declared.get("imported", {}).get("model_type", "llama")
+    try:
+        config = adapter.to_hf_config(flavor, longest_sequence(opened.manifest), dtype, model_type)
+    except ValueError as error:
+        raise CheckpointError(f"{opened.url}: {error}") from None
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f"{folder.name}.partial-"
+        with TemporaryDirectory(dir=folder.parent, prefix=prefix, ignore_cleanup_errors=True) as made:
+            half = Path(made, folder.name)
+            half.mkdir()
+            write_companions(half, companions, text, config, declared)
+            kind = getattr(torch, dtype)
+            write_weights(half, model, names, kind, lambda own: read_state(opened, {"model": own}), file_bytes)
+            compare_logits(half, opened, model)
+            half.rename(folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: not exported: {error}") from error
+    logger.info(f"{folder}: step {opened.manifest['step']} of {opened.url}, {dtype}")
 
 
 def write_companions(

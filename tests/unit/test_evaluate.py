@@ -14,8 +14,13 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 from config import TitaniteError
+from storage.records import read_records
+from tests.runs import launch
+from tests.unit.test_chat import byte_tokenizer
+from tests.unit.test_follow import words  # noqa: F401
 from tests.unit.test_generate import imported  # noqa: F401
 from tools.evaluate import TASKS, main
+from tools.hf import export_model
 
 TASKS_OF_OUR_OWN = {
     "colours": """
@@ -87,6 +92,32 @@ def test_scores_of_a_run_are_those_of_the_model_it_was_imported_from(
         assert results[task][f"{metric},none"] == pytest.approx(score, rel=1e-5)
     monkeypatch.setattr("sys.executable", "false")
     assert main([str(imported)]) == 1, "the harness's own code"
+
+
+def test_scores_of_each_checkpoint_of_a_run_are_those_of_its_export(
+    words: list[str],  # noqa: F811
+    tasks: Path,
+) -> None:
+    run = tasks / "run"
+    launch(1, run, [*words, "--checkpoint.interval=2", "--optimizer.lr=0.1"])
+    byte_tokenizer().save(run)
+    asked = ["--tasks=colours,sayings", "--limit=7", f"--include_path={tasks}", "--model_args=max_length=200"]
+    assert main(["--follow", str(run), *asked, "--poll-seconds=0.1"]) == 0
+    rows = read_records(run / "scores" / "scores.jsonl")
+    assert [row["step"] for row in rows] == [2, 4]
+    for row in rows:
+        folder = tasks / f"own-{row['step']}"
+        export_model(f"{run}@{row['step']}", folder, dtype="float32")
+        expected = lm_eval.simple_evaluate(
+            model="hf", model_args={"pretrained": str(folder), "dtype": "float32", "max_length": 200},
+            limit=7, device="cpu",
+            tasks=["colours", "sayings"], task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+        )["results"]  # fmt: skip
+        for task, metric in (("colours", "acc"), ("colours", "acc_norm"), ("sayings", "word_perplexity")):
+            assert row[f"scores/{task}/{metric}"] == pytest.approx(expected[task][f"{metric},none"], rel=1e-6)
+    assert rows[0]["scores/sayings/word_perplexity"] != rows[1]["scores/sayings/word_perplexity"]
+    with pytest.raises(TitaniteError, match="lm-eval: Tasks not found: colors"):
+        main(["--follow", str(run), "--tasks=colors", f"--include_path={tasks}"])
 
 
 def test_without_the_harness_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
