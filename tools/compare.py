@@ -18,16 +18,7 @@ from config import TitaniteError, command_line, file_errors, tomllib
 from storage.records import output_file, read_records
 
 MAX_POINTS = 4000  # per curve: longer ones keep every n-th row
-NO_CURVE = (
-    "step",
-    "tokens",
-    "interval_steps",
-    "skipped",
-    "time",
-    "checkpoint",
-    "asked",
-    "spread",
-)  # of a row: every other field is drawn
+NO_CURVE = ("step", "tokens", "interval_steps", "skipped", "time", "checkpoint", "asked")  # of a row: others are drawn
 Charts = dict[str, list[tuple[float, ...]]]  # field of metrics.jsonl → (step, tokens, hours, value) of its rows
 
 

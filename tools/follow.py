@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
@@ -30,6 +30,7 @@ from storage.records import open_records, read_records
 from tools.hf import export_opened
 
 Row = dict[str, Any]
+SCORES = "scores.jsonl"
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +50,11 @@ def follow(arguments: argparse.Namespace, asked: str, command: Callable[[Path], 
     holder = hold(output / ".following")
     if holder:
         raise TitaniteError(f"{output}: process {holder} adds scores there already; give this one an --output_path")
-    rows = [row for row in read_records(output / "scores.jsonl") if row["asked"] == asked]
+    rows = [row for row in read_records(output / SCORES) if row["asked"] == asked]
     decided = {row["checkpoint"] for row in rows}
-    remove_leftovers(output, exports, decided)
+    for left in output.glob("exports-*/*"):  # by a follower that was killed
+        if left.parent != exports or left.name in decided or ".partial-" in left.name:
+            shutil.rmtree(left)
     while True:
         try:
             ended = has_ended(run)  # asked first: what was saved before the end is then found
@@ -63,27 +66,18 @@ def follow(arguments: argparse.Namespace, asked: str, command: Callable[[Path], 
                 decided.add(name)
                 if reason:
                     logger.warning(f"{name}: skipped, since it was removed or is damaged: {reason}")
-                else:
-                    scores = evaluate(command(exports / name), output / name)
-                    row = {"step": step_of(name), "checkpoint": name, "asked": asked, **scores, "time": time.time()}
-                    rows.append(row)
-                    add_row(output, row, rows, arguments.last)
-                    shutil.rmtree(exports / name)
+                    continue
+                scores = evaluate(command(exports / name), output / name)
+                rows.append({"step": step_of(name), "checkpoint": name, "asked": asked, "time": time.time(), **scores})
+                report(rows, scores, output, arguments.last)
+                shutil.rmtree(exports / name)
         except OutageError as error:
             ended = False
             logger.warning(f"{error}; looking again later")
         if ended:
             break
         time.sleep(arguments.poll_seconds)
-    logger.info(f"{run}: has ended; checkpoints evaluated: {len(rows)}, see {output / 'scores.jsonl'}")
-
-
-def remove_leftovers(output: Path, exports: Path, decided: set[str]) -> None:
-    """Remove what a killed follower has left: half an export, one that was evaluated or is for other options."""
-    for left in (*output.glob("exports-*/*.partial-*"), *output.glob("exports-*/step-*")):
-        is_half = ".partial-" in left.name
-        if is_half or left.parent != exports or left.name in decided:
-            shutil.rmtree(left)
+    logger.info(f"{run}: has ended; checkpoints evaluated: {len(rows)}, see {output / SCORES}")
 
 
 def has_ended(run: Path) -> bool:
@@ -103,9 +97,8 @@ def find_waiting(run: Path, decided: set[str]) -> tuple[list[str], list[Store]]:
     config = recorded_config(run)
     assert config is not None
     stores = [*open_stores(config, run).values()]
-    found = by_age((store, committed(store)) for store in stores)
-    names = {name for _, name in own_checkpoints(run, found)}
-    names |= read_known(run) or set()
+    found = own_checkpoints(run, by_age((store, committed(store)) for store in stores))
+    names = {name for _, name in found} | (read_known(run) or set())
     waiting = [name for name in names - decided if step_of(name) is not None]
     return sorted(waiting, key=lambda name: (name[-12:-4], name)), stores  # by time, then by step
 
@@ -124,49 +117,45 @@ def export(arguments: argparse.Namespace, name: str, stores: Sequence[Store], fo
     return reason
 
 
-def evaluate(command: list[str], results: Path) -> dict[str, float | None]:
+def evaluate(command: list[str], results: Path) -> dict[str, float]:
     """Run lm-eval, with its output to files in the new folder `results`. Returns "scores/TASK/METRIC" → score.
 
-    Of a group of tasks only its own scores; None is one that is not finite. Raises TitaniteError if it fails.
+    Finite ones, and of a group of tasks only its own. Raises TitaniteError if it fails.
     """
     shutil.rmtree(results, ignore_errors=True)
     results.mkdir()
+    log = results / "lm-eval.log"
     end_with_this_process = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
-    words = [*command, f"--output_path={results}"]
-    with open(results / "lm-eval.log", "wb") as log:
-        code = subprocess.run(words, stdout=log, stderr=log, preexec_fn=end_with_this_process).returncode
-    files = sorted(results.rglob("results_*.json"))
-    if code or not files:
-        hint = "its model is kept: start this command again"
-        raise TitaniteError(f"{results / 'lm-eval.log'}: lm-eval failed, exit code {code}; {hint}")
-    found = json.loads(files[-1].read_text(encoding="utf-8"))
+    with log.open("wb") as file:
+        words = [*command, f"--output_path={results}"]
+        code = subprocess.run(words, stdout=file, stderr=file, preexec_fn=end_with_this_process).returncode
+    if code:
+        raise TitaniteError(f"{log}: lm-eval ended with exit code {code}; start this command again to go on")
+    (file_of_results,) = results.rglob("results_*.json")
+    found = json.loads(file_of_results.read_text(encoding="utf-8"))
     parts = set().union(*found.get("group_subtasks", {}).values())
     scores = {}
-    for task in found["results"].keys() - parts:
+    for task in sorted(found["results"].keys() - parts):
         for key, value in found["results"][task].items():
-            metric = key.partition(",")[0]
-            if metric != key and not metric.endswith("_stderr") and isinstance(value, int | float):
-                name = f"scores/{task}/{key.removesuffix(',none')}"
-                scores[name] = value if math.isfinite(value) else None
+            is_score = "," in key and "_stderr" not in key and isinstance(value, float | int)
+            if is_score and math.isfinite(value):
+                scores[f"scores/{task}/{key.removesuffix(',none')}"] = value
     return scores
 
 
-def add_row(output: Path, row: Row, rows: Sequence[Row], last: int) -> None:
-    """Log a row, with the spread over the `last` of `rows`, and add it to TensorBoard and scores.jsonl."""
+def report(rows: Sequence[Row], scores: Mapping[str, float], output: Path, last: int) -> None:
+    """Log the `scores` of the last row, with their spread over the `last` steps; add it to TensorBoard and the file."""
     from torch.utils.tensorboard import SummaryWriter  # takes a second to load
 
-    by_step = {row["step"]: row for row in rows}  # of a step that was trained again the last one
-    recent = [by_step[step] for step in sorted(by_step)][-last:]
-    row["spread"] = {}
+    row = rows[-1]
+    recent = [*{row["step"]: row for row in rows}.values()][-last:]  # of a step that was trained again the last row
     with SummaryWriter(str(output / "tensorboard")) as board:
-        for name in sorted(row):
-            if name.startswith("scores/") and row[name] is not None:
-                values = [other[name] for other in recent if other.get(name) is not None]
-                line = f"step {row['step']}  {name.removeprefix('scores/')} {row[name]:.4f}"
-                if len(values) > 1:
-                    row["spread"][name] = {"checkpoints": len(values), "mean": fmean(values), "std": stdev(values)}
-                    line += f"  last {len(values)}: {fmean(values):.4f} ± {stdev(values):.4f}"
-                logger.info(line)
-                board.add_scalar(name, row[name], row["step"])
-    with open_records(output / "scores.jsonl") as file:  # after TensorBoard, so that a kill leaves no gap there
-        print(json.dumps(row), file=file)
+        for name, score in scores.items():
+            values = [other[name] for other in recent if name in other]
+            line = f"step {row['step']}  {name.removeprefix('scores/')} {score:.4f}"
+            if len(values) > 1:
+                line += f"  last {len(values)}: {fmean(values):.4f} ± {stdev(values):.4f}"
+            logger.info(line)
+            board.add_scalar(name, score, row["step"])
+    with open_records(output / SCORES) as file:  # after TensorBoard, so that a kill leaves no gap there
+        file.write(json.dumps(row) + "\n")

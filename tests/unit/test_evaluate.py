@@ -17,7 +17,7 @@ from config import TitaniteError
 from storage.records import read_records
 from tests.runs import launch
 from tests.unit.test_chat import byte_tokenizer
-from tests.unit.test_follow import words  # noqa: F401
+from tests.unit.test_follow import settings  # noqa: F401
 from tests.unit.test_generate import imported  # noqa: F401
 from tools.evaluate import TASKS, main
 from tools.hf import export_model
@@ -95,11 +95,11 @@ def test_scores_of_a_run_are_those_of_the_model_it_was_imported_from(
 
 
 def test_scores_of_each_checkpoint_of_a_run_are_those_of_its_export(
-    words: list[str],  # noqa: F811
+    settings: list[str],  # noqa: F811
     tasks: Path,
 ) -> None:
     run = tasks / "run"
-    launch(1, run, [*words, "--checkpoint.interval=2", "--optimizer.lr=0.1"])
+    launch(1, run, [*settings, "--checkpoint.interval=2", "--optimizer.lr=0.1"])
     byte_tokenizer().save(run)
     asked = ["--tasks=colours,sayings", "--limit=7", f"--include_path={tasks}", "--model_args=max_length=200"]
     assert main(["--follow", str(run), *asked, "--poll-seconds=0.1"]) == 0

@@ -8,15 +8,16 @@ import re
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from checkpoint.loading import locate
-from config import TitaniteError
 from storage.records import read_records
 from tests.corpus import write_dataset
 from tests.runs import SMALL, content, launch
@@ -31,9 +32,11 @@ model, tests, results = map(pathlib.Path, (sys.argv[1], sys.argv[2], sys.argv[3]
 if (tests / "kill").exists():
     (tests / "kill").unlink()
     alive = open(tests / "alive", "wb")
-    signal.alarm(60)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    signal.alarm(20)
     os.kill(os.getppid(), signal.SIGKILL)
-    signal.pause()
+    signal.sigwait([signal.SIGALRM])
+    alive.write(b"still there")
 digits = int(hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest(), 16) % 10**6
 figures = {"alias": "t", "acc,none": digits, "acc_stderr,none": 0.5, "ppl,strict": float("inf")}
 found = {"results": {"t": figures, "t_part": figures}, "group_subtasks": {"t": ["t_part"], "t_part": []}}
@@ -42,7 +45,7 @@ found = {"results": {"t": figures, "t_part": figures}, "group_subtasks": {"t": [
 
 
 @pytest.fixture(scope="module")
-def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Settings of a run of 4 steps with a checkpoint of each."""
     documents = [[[*range(first, first + 30), 0] for first in range(1, 900, 30)]]
     dataset = write_dataset(tmp_path_factory.mktemp("data"), documents)
@@ -51,10 +54,10 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole_run(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_run(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has ended."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    launch(1, folder, words)
+    launch(1, folder, settings)
     return folder
 
 
@@ -90,10 +93,7 @@ def test_a_run_that_has_ended_is_evaluated_to_its_end_and_not_touched(
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     scores = [score_of(run, step, tmp_path) for step in (1, 2, 3, 4)]
     assert [row["scores/t/acc"] for row in rows] == scores
-    assert [key for key in rows[0] if key.startswith("scores/")] == ["scores/t/acc", "scores/t/ppl,strict"]
-    assert rows[0]["scores/t/ppl,strict"] is None, "not finite"
-    spread = {"checkpoints": 3, "mean": pytest.approx(mean(scores[1:])), "std": pytest.approx(stdev(scores[1:]))}
-    assert rows[3]["spread"] == {"scores/t/acc": spread}
+    assert [key for key in rows[0] if key.startswith("scores/")] == ["scores/t/acc"], "neither parts nor infinity"
     line = f"step 4  t/acc {scores[3]:.4f}  last 3: {mean(scores[1:]):.4f} ± {stdev(scores[1:]):.4f}"
     assert line in caplog.messages
     assert followed(run) == rows, "once each"
@@ -102,3 +102,112 @@ def test_a_run_that_has_ended_is_evaluated_to_its_end_and_not_touched(
     tokens = {row["step"]: row["tokens"] for row in read_records(run / "metrics.jsonl")}
     assert [point[:2] for point in charts["scores/t/acc"][::2]] == [(step, tokens[step]) for step in (1, 2, 3, 4)]
     assert [value for *_, value in charts["scores/t/acc"][::2]] == scores
+
+
+KILLS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+    "exporting": lambda patch: patch.setattr("tools.hf.compare_logits", die),
+    "exported": lambda patch: patch.setattr(module, "evaluate", die),
+    "evaluated": lambda patch: patch.setattr(module, "report", die),
+    "reported": lambda patch: patch.setattr(module, "shutil", SimpleNamespace(rmtree=die_if_reported)),
+    "evaluating": lambda patch: None,
+}
+
+
+def die(*arguments: object, **more: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_if_reported(folder: Path, **more: object) -> None:
+    if folder.parent.name.startswith("exports"):
+        die()
+
+
+@pytest.mark.parametrize("moment", KILLS)
+def test_a_follower_that_was_killed_goes_on(
+    run: Path, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its harness ends with it. What it had exported is evaluated, although the run has removed the checkpoint."""
+    first, *_ = sorted(name for _, name in locate(run))
+    expected = score_of(run, 1, tmp_path)
+    if moment == "evaluating":
+        (tmp_path / "kill").touch()
+        os.mkfifo(tmp_path / "alive")
+    pid = os.fork()
+    if not pid:
+        try:
+            KILLS[moment](monkeypatch)
+            followed(run)
+        finally:
+            os._exit(1)
+    if moment == "evaluating":
+        assert (tmp_path / "alive").read_bytes() == b""  # ends with the last process that has it open
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    if moment != "exporting":
+        shutil.rmtree(run / "checkpoints" / first)
+    rows = followed(run)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert rows[0]["scores/t/acc"] == expected
+    assert [*(run / "scores").glob("exports-*/*")] == []
+
+
+@pytest.mark.parametrize("during", [False, True])
+def test_a_checkpoint_that_was_removed_is_skipped(
+    run: Path, during: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    second = sorted(name for _, name in locate(run))[1]
+    read = module.open_checkpoint
+
+    def read_and_remove(store: Any, name: str) -> Any:
+        opened = read(store, name)
+        if name == second:
+            shutil.rmtree(run / "checkpoints" / name)
+        return opened
+
+    if during:
+        monkeypatch.setattr(module, "open_checkpoint", read_and_remove)
+    else:
+        shutil.rmtree(run / "checkpoints" / second)
+    assert [row["step"] for row in followed(run)] == [1, 3, 4]
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert re.fullmatch(rf"{second}: skipped, since it was removed or is damaged: .*{second}/.*: missing", line)
+
+
+def test_it_waits_for_a_run_and_its_checkpoints(
+    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of one start after another, in a folder that is not there at first, with only two checkpoints kept."""
+    run = tmp_path / "run"
+    seen = []
+
+    def start_again() -> None:
+        assert {path.name for path in tmp_path.iterdir()} <= {"run", "harness.py"}
+        seen.append([row["step"] for row in read_records(run / "scores" / "scores.jsonl")])
+        last = len(seen)
+        more = [f"--training.steps={last}", "--checkpoint.keep=2"]
+        launch(1, run, [*settings, *more])
+        record = json.loads((run / "exit.json").read_text())
+        if last == 3:
+            (run / "exit.json").unlink()  # killed
+        elif last < 5:
+            (run / "exit.json").write_text(json.dumps(record | {"kind": "lost", "start_again": True}))
+
+    clock = SimpleNamespace(time=time.time, sleep=lambda seconds: start_again())
+    monkeypatch.setattr(module, "time", clock)
+    assert [row["step"] for row in followed(run)] == [1, 2, 3, 4, 5]
+    assert seen == [[], [1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
+
+
+@pytest.mark.parametrize(
+    ("record", "ended"),
+    [
+        ('{"kind": "finished", "start_again": false}', True),
+        ('{"kind": "stopped", "start_again": false}', True),
+        ('{"kind": "stopped", "start_again": true}', False),
+        ("", False),  # is being written
+        (None, False),
+    ],
+)
+def test_a_run_ends_unless_a_scheduler_starts_it_again(tmp_path: Path, record: str | None, ended: bool) -> None:
+    if record is not None:
+        (tmp_path / "exit.json").write_text(record)
+    assert has_ended(tmp_path) is ended
