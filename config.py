@@ -169,7 +169,9 @@ class Model:
     name: str = "llama"
     """Model family, a key of `models.MODELS`."""
     flavor: str = "debug"
-    """Size within the family, such as `8B`. `checkpoint`: model and shape of checkpoint.initial_load. That is also what
+    """Size within the family: tiny, 2M, debug, 124M, 350M, 1B, 3B, 8B, 8B_3.1, 70B, 70B_3.1, 405B, 1.8B, llama2_7B,
+    llama2_13B, granite_7B, granite3.3_2B, granite3.3_8B, granite4.1_3B, qwen3_0.6B, qwen3_1.7B, qwen3_4B, qwen3_8B,
+    mistral_7B, smollm3_3B, olmo2_7B, 11B. `checkpoint`: model and shape of checkpoint.initial_load. That is also what
     --checkpoint.initial_load=PLACE means on a command line that names no flavor."""
     changes: tuple[str, ...] = ()
     """Fields of the flavor with other values, such as `dim=512`. --model.dim=512, or `dim = 512` in TOML, adds one."""
@@ -537,14 +539,19 @@ OTHER_NAMES = {  # setting → what other projects call it
 
 
 def load_config(argv: Sequence[str]) -> Config:
-    """The Config of `FILE.toml --section.field=value ...`, or of `--resume=RUN_FOLDER ...`. Raises ConfigError."""
-    for index, word in enumerate(argv):
-        if word in ("-h", "--help"):
-            print(help_text([word for word in argv[index:] if not word.startswith("-")]))
-            raise SystemExit(0)
+    """The Config of `FILE.toml --section.field=value ...`, or of `--resume=RUN_FOLDER ...`. Raises ConfigError.
+
+    A branch without a FILE has its trunk's recorded config. With `--help [WORD ...]` it prints the settings, and exits.
+    """
+    asked = [index for index, word in enumerate(argv) if word in ("-h", "--help")]
+    if asked:
+        words = [word for word in argv[asked[0] :] if not word.startswith("-")]
+        print(help_text(load_config(argv[: asked[0]]), words))
+        raise SystemExit(0)
     overrides = _parse_command_line(argv)
     file = overrides.pop("config", "")
     folder = overrides.pop("resume", "")
+    trunk = overrides.get("checkpoint.branch_from", "")
     if folder and (file or "run.folder" in overrides):
         raise ConfigError(f"--resume={_redact(folder)}: is itself config and run.folder; leave those out")
     values = read_toml(Path(file)) if file else {}
@@ -553,6 +560,8 @@ def load_config(argv: Sequence[str]) -> Config:
         with file_errors():
             values = read_recorded(recorded.read_bytes(), recorded)
         values.setdefault("run", {})["folder"] = folder
+    elif trunk and not file:
+        values = _trunk_values(trunk)
     others = {"model.flavor", "checkpoint.branch_from"}
     if "checkpoint.initial_load" in overrides and not folder and others.isdisjoint(overrides):
         overrides["model.flavor"] = FROM_CHECKPOINT
@@ -560,6 +569,20 @@ def load_config(argv: Sequence[str]) -> Config:
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = _parse_value(text, KINDS.get(key))
     return from_dict(values)
+
+
+def _trunk_values(place: str) -> dict[str, Any]:
+    """The settings that a branch takes from the run it begins from, a folder. Raises ConfigError."""
+    trunk = place.rpartition("@")[0] or place
+    folder = re.sub(r"/checkpoints(/[^/]+)?/?$", "", trunk)  # PLACE may be the run's checkpoints, or one of them
+    recorded = Path(folder, "config.toml")
+    if not recorded.is_file():
+        raise ConfigError(f"--checkpoint.branch_from={place}: {recorded} does not exist; give its config as FILE.toml")
+    with file_errors():
+        values = read_recorded(recorded.read_bytes(), recorded)
+    for section, name in (("run", "folder"), ("checkpoint", "branch_from"), ("checkpoint", "initial_load")):
+        values.get(section, {}).pop(name, None)
+    return values
 
 
 def from_dict(values: dict[str, Any]) -> Config:
@@ -800,17 +823,21 @@ def change_text(value: Any) -> str:
     return _toml(value)
 
 
-def help_text(words: Sequence[str] = ()) -> str:
-    """The settings whose name or text has all `words`, with type, default and text. Raises ConfigError if none has."""
+def help_text(config: Config, words: Sequence[str] = ()) -> str:
+    """The settings with all `words` in name or text: type, value in `config`, text. Raises ConfigError if none has."""
     usage = "usage: train.py [FILE.toml | --resume=RUN_FOLDER] [--section.field=value ...] [--help [WORD ...]]"
     parts = [] if words else [usage]
     for section, kind in SECTIONS.items():
         lines = [f"[{section}]  {inspect.getdoc(kind)}"]
         for name, text in field_docs(kind).items():
             key = f"{section}.{name}"
-            default = json.dumps(getattr(kind, name))
+            value = _toml(getattr(getattr(config, section), name))
+            default = _toml(getattr(kind, name))
+            shown = f"default {value}"
+            if value != default:
+                shown = f"here {value}; default {default}"
             if all(word.lower() in f"{key} {text}".lower() for word in words):
-                lines += [f"  --{key}=...  {_kind_name(KINDS[key])}; default {default}", textwrap.indent(text, " " * 6)]
+                lines += [f"  --{key}=...  {_kind_name(KINDS[key])}; {shown}", textwrap.indent(text, " " * 6)]
         if len(lines) > 1:
             parts.append("\n".join(lines))
     if not parts:

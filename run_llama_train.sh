@@ -11,13 +11,13 @@ set -euo pipefail
 here=$PWD
 cd "$(dirname "$(readlink -f "$0")")"
 
-CONFIG_FILE=${CONFIG_FILE:-train_configs/default.toml}
+CONFIG_FILE=${CONFIG_FILE:-}  # default: train_configs/default.toml; for a branch what its trunk recorded
 NGPU=${NGPU:-}           # processes; default: one for each GPU, as many as can share the batch, or 1 where there is none
 MAX_RESTARTS=${MAX_RESTARTS:-0}  # how often torchrun may start the run again, as after a rollback to a checkpoint
 LOG_RANK=${LOG_RANK:-}   # ranks that print progress, such as 0,1; default: 0
 
 case $NGPU in 0* | *[!0-9]*) echo "error: NGPU=$NGPU: must be a number of processes, at least 1" >&2; exit 2 ;; esac
-default=--config=$CONFIG_FILE help= own=() words=()
+default=--config=${CONFIG_FILE:-train_configs/default.toml} help= own=() words=()
 while [ $# -gt 0 ]; do
   case $1 in
     --data | --data=*)
@@ -34,6 +34,7 @@ set -- "${words[@]}"
 for word in "$@"; do
   case $word in
     --config | --config=* | --resume | --resume=* | [!-]*.toml) default= ;;  # as config.py reads them
+    --checkpoint.branch_from*) [ "$CONFIG_FILE" ] || default= ;;
     -h | --help) help=1 ;;
   esac
 done

@@ -29,7 +29,7 @@ from checkpoint.owner import Start, check_claim, new_start, read_known, record_k
 from checkpoint.ranks import Ranks
 from checkpoint.retention import Retention, check_room
 from checkpoint.state import Staging, model_tensors, optimizer_tensors, random_state, tensors_to_fill
-from config import Config, TitaniteError, to_toml
+from config import Config, TitaniteError, change_text, differences, from_dict, read_recorded, to_toml
 from data.ledger import saved_position
 from storage import LocalStore, Store, StoreError, join
 from storage.records import write_atomically
@@ -145,6 +145,8 @@ class CheckpointManager:
             self.parent = self.ranks.from_rank_0(partial(record_parent, self.run_folder, parent))
             how = "resumed" if own else "branched"
             logger.info(f"{how} from {opened.url}, world size {manifest['world_size']} then")
+            if not own and "config" in manifest:
+                self._log_changes(manifest["config"])
         else:
             self._load_initial()
         if self.ranks.is_coordinator:  # killed saves, or a kill after a commit, have left what may fill the disk
@@ -153,6 +155,13 @@ class CheckpointManager:
         if not own and self.settings.save_initial:
             self.save(self.newest_step or 0)
         return self.newest_step or 0
+
+    def _log_changes(self, recorded: str) -> None:
+        """Log which settings of a branch are not those that its trunk recorded."""
+        trunk = from_dict(read_recorded(recorded.encode(), self.settings.branch_from))
+        for key, (old, new) in differences(trunk, self.config).items():
+            if key not in ("run.folder", "checkpoint.branch_from"):
+                logger.info(f"branch: {key} was {change_text(old)}, is now {change_text(new)}")
 
     def _take_places(self) -> list[tuple[Store, str]]:
         """Claim the places of this run's checkpoints, if they have room. Returns what is there, newest first.

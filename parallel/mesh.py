@@ -48,9 +48,10 @@ class ParallelDims:
         if dp_shard == -1 and world_size % others == 0:
             dp_shard = world_size // others
         if others * dp_shard != world_size:
+            needed = others * max(dp_shard, 1)
             raise ConfigError(
                 f"parallelism: pp {pp} x dp_replicate {dp_replicate} x dp_shard {dp_shard} x cp {cp} x tp {tp} "
-                f"must multiply to the world size, {world_size}"
+                f"must multiply to the world size, {world_size}; try NGPU={needed} ./run_llama_train.sh"
             )
         if parallelism.local_steps and dp_replicate == 1:
             raise ConfigError(f"parallelism.local_steps = {parallelism.local_steps}: needs dp_replicate above 1")

@@ -233,7 +233,7 @@ def _count_without_progress(folder: Path, last: dict[str, Any], job: str, saves:
         raise ConfigError(
             f"{folder}: starts of this job in a row that ended without a new checkpoint: {count}, "
             f"failures.restarts_without_progress = {allowed}; the last one: {ended['cause']}. Fix that, then start a "
-            f"new job, by another --rdzv-id, with --run.folder={folder}"
+            f"new job, by another --rdzv-id, with --resume={folder}"
         )
     return count + 1
 

@@ -248,6 +248,8 @@ class TrainingRun:
         logger.info(f"{end.cause}: step {step} of {steps}, run folder {self.folder}")
         if step == steps:
             self._say_what_next(summary)
+        else:
+            logger.info(f"  go on:       ./run_llama_train.sh --resume {self.folder}")
         dist.barrier()  # when a rank leaves with AGAIN, torchrun ends the others: let rank 0 record the end first
         if self.stop.elsewhere and step < steps:
             sys.exit(AGAIN)  # torchrun starts us again, with the nodes that remain
@@ -270,5 +272,5 @@ class TrainingRun:
     def _check_written(self, step: int) -> None:
         if self._unwritten:
             saved = "is saved" if self.config.checkpoint.enable else "was the last"
-            again = f"make room there, then start again with --run.folder={self.folder}"
+            again = f"make room there, then ./run_llama_train.sh --resume {self.folder}"
             raise TitaniteError(f"{self._unwritten}; step {step} {saved}: {again}")

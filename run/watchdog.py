@@ -158,7 +158,7 @@ class Watchdog:
         if not self.folder.is_dir():  # a person has removed it
             return
         orderly = end.kind in ("finished", "stopped")
-        action = f"start again with --run.folder={self.folder}"
+        action = f"go on with ./run_llama_train.sh --resume {self.folder}"
         if end.kind == "finished":
             action = "none"
         elif self.environment.restarts < self.environment.max_restarts and not orderly:

@@ -228,7 +228,9 @@ def import_model(folder: Path, place: str) -> None:
         with suppress(CheckpointError, StoreError):  # the first error says more
             store.remove([f"{name}/{MANIFEST}", *store.sizes(name)])
         raise
-    logger.info(f"start with --checkpoint.initial_load={place}")
+    logger.info(f"  data:   python -m data.prepare --source TEXT --tokenizer {folder} --output datasets/NAME")
+    train = "./run_llama_train.sh train_configs/pretrained.toml"
+    logger.info(f"  train:  {train} --checkpoint.initial_load={place} --data.datasets=datasets/NAME")
 
 
 def check_importable(folder: Path) -> None:

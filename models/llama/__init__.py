@@ -37,6 +37,9 @@ FLAVORS: Mapping[str, LlamaConfig] = MappingProxyType(
         "2M": LlamaConfig(dim=128, n_layers=4, n_heads=2, n_kv_heads=2, hidden_dim=384),
         # Ours, a little larger.
         "debug": LlamaConfig(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, hidden_dim=768),
+        # Ours: sizes of GPT-2, small and medium.
+        "124M": LlamaConfig(dim=768, n_layers=12, n_heads=12, n_kv_heads=12, hidden_dim=2048, tie_embeddings=True),
+        "350M": LlamaConfig(dim=1024, n_layers=24, n_heads=16, n_kv_heads=16, hidden_dim=2816, tie_embeddings=True),
         "1B": llama3_2(dim=2048, n_layers=16, n_heads=32, hidden_dim=8192),
         "3B": llama3_2(dim=3072, n_layers=28, n_heads=24, hidden_dim=8192),
         "8B": llama3(dim=4096, n_layers=32, n_heads=32, hidden_dim=14336),

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -143,9 +144,11 @@ def test_a_branch_is_resumed_from_its_own_checkpoints(dataset: Path, tmp_path: P
     assert ours == theirs
 
 
-def test_a_branch_of_a_branch(trunk_run: Any, dataset: Path, tmp_path: Path) -> None:
+def test_a_branch_of_a_branch(trunk_run: Any, dataset: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (trunk, trained), first, second = trunk_run, tmp_path / "first", tmp_path / "second"
     train_ranks(1, first, dataset, f"--checkpoint.branch_from={trunk}@4", "--checkpoint.interval=3")
+    changes = re.findall("branch: (.*)", capfd.readouterr().err)
+    assert changes == ["checkpoint.interval was 4, is now 3"]
     words = [f"--checkpoint.branch_from={first / 'checkpoints'}@6", "--checkpoint.save_initial"]
     assert train_ranks(2, second, dataset, *words) == trained[6:]
     saved = sorted(path.name[:13] for path in (second / "checkpoints").glob("step-*"))

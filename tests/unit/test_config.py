@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 import config as settings
 import train
-from config import Config, ConfigError, TitaniteError, Training, load_config
+from config import Config, ConfigError, TitaniteError, Training, load_config, to_toml
 from models import find_model
+from models.llama import FLAVORS
 from optim import check_optim, fit_schedule
 from tests.corpus import write_dataset
 
@@ -66,6 +67,10 @@ def test_command_line_values(words: list[str], key: str, value: object) -> None:
         (["--training.param_dtype=bf16"], ["param_dtype", "bf16", "bfloat16, float32", "did you mean bfloat16"]),
         (["--resume=x", "--run.folder=y"], ["--resume=x", "leave those out"]),
         (["--resume=x"], ["x/config.toml: No such file"]),
+        (
+            ["--checkpoint.branch_from=s3://b/x@5"],
+            ["branch_from=s3://b/x@5: s3:/b/x/config.toml does not exist", "FILE.toml"],
+        ),
         (["--help", "training.stpes"], ["--help training.stpes: no setting", "did you mean --training.steps?"]),
         (["--config=debug.toml"], ["debug.toml: cannot be read: No such file", "mean train_configs/debug.toml?"]),
         (["--run.folder=s3://b/x"], ['run.folder = "s3://b/x"', "not a URL"]),
@@ -144,12 +149,37 @@ def test_help_of_words_prints_the_settings_that_have_them_all(capsys: pytest.Cap
 
     assert printed("--help", "nesterov") == ["parallelism.outer_momentum"]  # in its text
     assert printed("-h", "Warmup_Steps") == ["lr_scheduler.warmup_steps"]  # in its name
-    assert printed("--config=x", "--help", "running", "squared", "--run.seed=1") == ["optimizer.beta2"]
+    assert printed("--run.seed=1", "--help", "running", "squared", "--run.seed=1") == ["optimizer.beta2"]
     assert printed("--help") == list(settings.KINDS)
 
 
+def test_help_shows_what_would_run_and_every_flavor(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_config([str(ROOT / "train_configs/default.toml"), "--optimizer.beta2=0.9", "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "--optimizer.lr=... a number >= 0; here 0.006; default 0.0003 " in printed
+    assert "--optimizer.beta2=... a number from 0 to 0.99999; here 0.9; default" in printed
+    assert f"Size within the family: {', '.join(FLAVORS)}. " in printed
+
+
+def test_a_branch_takes_the_config_of_its_trunk(tmp_path: Path) -> None:
+    trunk = Config(
+        run=settings.Run(folder="outputs/trunk"),
+        checkpoint=settings.Checkpoint(initial_load="x", keep=3),
+        optimizer=settings.Optimizer(lr=0.5),
+    )
+    (tmp_path / "config.toml").write_text(to_toml(trunk))
+    place = f"{tmp_path}@5"
+    branch = load_config([f"--checkpoint.branch_from={place}", "--optimizer.beta1=0.5"])
+    assert branch == Config(
+        checkpoint=settings.Checkpoint(branch_from=place, keep=3), optimizer=settings.Optimizer(lr=0.5, beta1=0.5)
+    )
+    other = load_config(["train_configs/debug.toml", f"--checkpoint.branch_from={place}"])
+    assert other.optimizer == load_config(["train_configs/debug.toml"]).optimizer
+
+
 def test_every_field_is_documented_and_help_prints_it() -> None:
-    text = settings.help_text()
+    text = settings.help_text(Config())
     assert {*settings.OTHER_NAMES} <= {*settings.KINDS, "resume"}
     for section, kind in settings.SECTIONS.items():
         assert f"[{section}]  {kind.__doc__}" in text
@@ -268,6 +298,7 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
     write_dataset(folder / "data", [[[*range(1, 99), 0]] * 9], [[1, 0]])
+    (folder / "none.toml").touch()
     return folder
 
 
@@ -281,6 +312,6 @@ def test_what_cannot_train_is_refused_before_anything_starts(
     monkeypatch.setattr(train, "TrainingRun", mock.Mock(side_effect=AssertionError("not refused")))
     before = {*place.rglob("*")}
     with pytest.raises(TitaniteError, match=said):
-        train.train(load_config(["--data.datasets=data", *words]))
+        train.train(load_config(["none.toml", "--data.datasets=data", *words]))
     assert not dist.is_initialized()
     assert {*place.rglob("*")} == before

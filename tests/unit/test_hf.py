@@ -93,7 +93,8 @@ def test_a_family_that_was_added_crosses_by_its_own_module(llama, monkeypatch, c
     for module in ("models", "tools.hf"):
         monkeypatch.setattr(f"{module}.MODELS", {**MODELS, "twin": twin})
     import_model(llama / "hf", str(llama / "new"))
-    assert f"start with --checkpoint.initial_load={llama / 'new'}" in caplog.text
+    train = f"train_configs/pretrained.toml --checkpoint.initial_load={llama / 'new'}"
+    assert f"./run_llama_train.sh {train} --data.datasets=datasets/NAME" in caplog.text
     export_model(str(llama / "new"), llama / "back", dtype="float32")
     assert json.loads((llama / "back" / "config.json").read_text())["architectures"] == ["Twin"]
     assert_same_weights(hf_model("llama3").bfloat16().float(), LlamaForCausalLM.from_pretrained(llama / "back"))

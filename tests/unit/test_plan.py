@@ -395,7 +395,7 @@ def test_the_command() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--parallelism.tp=3"], "must multiply to the world size, 64"),
+        (["--parallelism.tp=3"], "must multiply to the world size, 64; try NGPU=3 ./run_llama_train.sh"),
         (["--parallelism.tp=16"], "parallelism.tp = 16: must divide n_kv_heads = 8"),
         ([f"{BATCH}=65"], "training.global_batch_size = 65"),
         (["--gpus-per-node=0"], "--gpus-per-node = 0: must be above 0"),

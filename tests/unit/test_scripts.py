@@ -132,6 +132,15 @@ def test_a_config_on_the_command_line_takes_the_place_of_the_default_one(
     assert log_of(runner)[-1].endswith(" ".join(["train.py", *given]))
 
 
+@pytest.mark.parametrize("words", [[], ["--config=own.toml"]])
+def test_a_branch_has_no_default_config(words: list[str], runner: Path) -> None:
+    words = [*words, "--checkpoint.branch_from=outputs/a@5"]
+    assert run(runner, "./run_llama_train.sh", *words, NGPU="1")[0] == 0
+    assert log_of(runner)[-1].endswith(" ".join(["train.py", *words]))
+    assert run(runner, "./run_llama_train.sh", *words[-1:], NGPU="1", CONFIG_FILE="own.toml")[0] == 0
+    assert log_of(runner)[-1].endswith(" ".join(["train.py", "--config=own.toml", words[-1]]))
+
+
 @pytest.mark.parametrize("restarts", ["0", "1"])
 def test_a_mistake_that_ranks_find_ends_in_one_line(restarts: str) -> None:
     """Torchrun starts the ranks no second time."""
