@@ -140,6 +140,7 @@ LOCAL_OR_S3 = Form(r"s3://[^/]|(?!~|\w+:/)", "that names a folder, with ~ writte
 Count = Annotated[int, Range(0)]
 Positive = Annotated[int, Range(1)]
 CountByTokens = Annotated[int | str, ByTokens(0)]
+LengthByTokens = Annotated[int | str, ByTokens(2)]
 NonNegative = Annotated[float, Range(0.0)]
 AboveZero = Annotated[float, Range(1e-30)]
 Fraction = Annotated[float, Range(0.0, 1.0)]
@@ -209,8 +210,9 @@ class Training:
     """Optimizer steps of the whole run, including those before a resume."""
     epochs: NonNegative = 0.0
     """Passes over the training data, in place of `steps`. 0: by `steps`."""
-    seq_len: Annotated[int, Range(2)] = 256
-    """Tokens per sequence."""
+    seq_len: LengthByTokens = 256
+    """Tokens per sequence. "1024 @ 0, 4096 @ 2B": the longest, cut into sequences of 1024 until the run has seen 2
+    billion tokens. Batch sizes count the longest."""
     local_batch_size: Positive = 8
     """Sequences per microbatch on each data-parallel rank."""
     global_batch_size: CountByTokens = 0
@@ -227,6 +229,16 @@ class Training:
     """Factor of the squared log-sum-exp of a token's logits in the loss, such as 1e-5. 0: none. Logged as z_loss."""
     loss_chunks: Count = 1
     """Pieces of the output layer and loss; only one piece's logits exist at a time. 0: 4 pieces, or 1 with tp or pp."""
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Tokens per sequence, in the order of the schedule."""
+        return [length for _, length in parse_schedule(self.seq_len)]
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of the longest sequences."""
+        return max(self.seq_lens)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         mesh = run.mesh
         watchdog = run.watchdog
         n_parameters = sum(parameter.numel() for parameter in model.parameters())
-        flops_per_token = model.flops_per_token(training.seq_len)  # type: ignore[operator]
+        flops_per_token = {S: model.flops_per_token(S) for S in training.seq_lens}  # type: ignore[operator]
         size = f"{n_parameters:,} parameters, in {training.param_dtype}"
         logger.info(f"model {config.model.name} {config.model.flavor}: {size}")
         for line in (*groups, data.describe(steps)):
@@ -175,7 +175,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
                 if islands:
                     islands.apart = True
                 terms = dict(zip(names, other_terms, strict=True))
-                flops = tokens * flops_per_token
+                flops = tokens * flops_per_token[data.seq_len]
                 metrics.add(step, loss, grad_norm, rates, tokens, flops, data.wait_seconds, terms)
             else:  # no update; everything else goes on
                 metrics.log_skipped(step, data.tokens_seen)

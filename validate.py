@@ -71,7 +71,8 @@ def validate_all(
     dp_rank = dims.dp_rank(run.environment.rank)
     sets: list[tuple[str, Iterator[Batch], int | None]] = []
     for name, held_out in validation_sets(run.config).items():
-        sets.append((name, validation_batches(held_out, dp_rank, dims.dp), None))  # as many on every rank
+        whole = validation_batches(held_out, dp_rank, dims.dp)  # as many on every rank
+        sets.append((name, (batch.cut(run.data.seq_len) for batch in whole), None))
     for own in answers:
         sets.append((own.name, own.batches(dp_rank, dims.dp), own.n_bytes))
     figures: dict[str, float] = {}
@@ -151,7 +152,8 @@ def show_sample(run: TrainingRun, parts: list[nn.Module]) -> None:
 def check_sample(config: Config, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if `config.validation` asks for a sample that its prompt leaves no room for."""
     if config.validation.sample_tokens:
-        check_prompt("validation.sample_prompt", config.validation.sample_prompt, tokenizer, config.training.seq_len)
+        longest = config.training.max_seq_len
+        check_prompt("validation.sample_prompt", config.validation.sample_prompt, tokenizer, longest)
 
 
 def sample_text(
@@ -163,7 +165,7 @@ def sample_text(
         return
     prompt = config.validation.sample_prompt
     tokens = tokenizer.encode(prompt)
-    max_tokens = min(config.validation.sample_tokens, config.training.seq_len - len(tokens))
+    max_tokens = min(config.validation.sample_tokens, config.training.max_seq_len - len(tokens))
     request = Request(seed=config.run.seed, max_tokens=max_tokens)
     stream = TextStream(tokenizer, tokens, frozenset({tokenizer.eos_id}), stops=())
     yield prompt

@@ -32,7 +32,7 @@ def measure_s3(dataset: Path, config: Callable[..., Config], seconds: float, out
         remote = config(["s3://data/set"], window_blocks=WINDOW_BLOCKS, cache_folder=str(cache))
         loader = DataLoader(remote, 0, 1)
         batches = [loader.next_step()[0].tokens.sum().item()]
-        steps = int(seconds * TOKENS_PER_SECOND / remote.training.seq_len / remote.training.local_batch_size)
+        steps = int(seconds * TOKENS_PER_SECOND / remote.training.max_seq_len / remote.training.local_batch_size)
         step_seconds = seconds / steps
         outage = threading.Timer(seconds / 3, lambda: proxy.fault("reset"))
         over = threading.Timer(seconds / 3 + outage_seconds, lambda: _fail_a_fifth(proxy))
@@ -51,7 +51,7 @@ def measure_s3(dataset: Path, config: Callable[..., Config], seconds: float, out
     identical = batches == [local.next_step()[0].tokens.sum().item() for _ in batches]
     local.close()
     return {
-        "tokens/s": (steps * remote.training.seq_len * remote.training.local_batch_size) / elapsed,
+        "tokens/s": (steps * remote.training.max_seq_len * remote.training.local_batch_size) / elapsed,
         "wait_pct": 100 * waited / elapsed,
         "outage_s": outage_seconds,
         "identical": identical,

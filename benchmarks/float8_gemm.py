@@ -139,7 +139,7 @@ def main() -> int:
     if not (rehearse or has_float8):
         print("no GPU with float8 matmuls (compute capability 8.9) here: nothing measured")
         return int(arguments.check)
-    tokens = 128 if rehearse else config.training.local_batch_size * config.training.seq_len
+    tokens = 128 if rehearse else config.training.local_batch_size * config.training.max_seq_len
     replace_matmul()  # that of CPUs, for a rehearsal
     rows: list[dict[str, Any]] = []
     shapes = layer_shapes(build_model(*find_model(config.model, data_vocab_size=1)))

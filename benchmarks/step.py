@@ -63,7 +63,7 @@ def bare_loop(model: nn.Module, config: Config) -> Iterator[None]:
     training = config.training
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     mixed = training.param_dtype == "bfloat16"
-    length = training.seq_len
+    length = training.max_seq_len
     file = Path(tempfile.mkdtemp()) / "tokens.bin"
     np.random.default_rng(0).integers(0, VOCAB_SIZE, 2**20, dtype=np.uint16).tofile(file)
     while True:
@@ -130,7 +130,7 @@ def measure_dtype(param_dtype: str, quick: bool) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as outputs:
         medians = measure(param_dtype, 8 if quick else 40, Path(outputs))
     training = _config(param_dtype, 1, Path()).training
-    tokens = training.local_batch_size * training.seq_len
+    tokens = training.local_batch_size * training.max_seq_len
     return [
         {
             "loop": name,

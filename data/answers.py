@@ -69,7 +69,7 @@ def _folder_batches(config: Config, byte_lengths: torch.Tensor, dp_rank: int, dp
 
 def _load_file(name: str, file: str, config: Config, tokenizer: Tokenizer) -> Answers:
     """The examples of a JSONL file: one in a sequence or, if documents are told apart, as many as fit."""
-    seq_len = config.training.seq_len
+    seq_len = config.training.max_seq_len
 
     def read(record: Any) -> tuple[np.ndarray, int]:
         if not {"prompt", "answer"} <= record.keys():

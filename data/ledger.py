@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,12 +50,13 @@ class Phase(NamedTuple):
 
     end: int
     shape: StepShape
-    seq_len: int
+    longest: int  # tokens of a sample
+    seq_len: int  # of the sequences into which samples are cut
 
     @property
     def tokens_per_step(self) -> int:
         """Over all ranks and microbatches."""
-        return self.shape.samples * self.seq_len
+        return self.shape.samples * self.longest
 
     def steps_from(self, tokens: int) -> int:
         """Its steps if the first begins at `tokens`; the last may go beyond its end."""
@@ -63,18 +65,28 @@ class Phase(NamedTuple):
 
 def build_phases(training: Training, dp: int) -> list[Phase]:
     """The phases of a run on `dp` data-parallel ranks, by the tokens that it has seen. Raises ConfigError."""
-    per_microbatch = training.local_batch_size * dp
     batches = parse_schedule(training.global_batch_size)
-    ends = [begin for begin, _ in batches[1:]] + [ENDLESS]
+    lengths = parse_schedule(training.seq_len)
+    begins = {begin for begin, _ in (*batches, *lengths)}
     phases = []
-    for (_, batch), end in zip(batches, ends, strict=True):
+    for begin, end in pairwise([*sorted(begins), ENDLESS]):
+        batch = _scheduled(batches, begin)
+        seq_len = _scheduled(lengths, begin)
+        per_microbatch = training.local_batch_size * dp
         accumulation, rest = divmod(batch or per_microbatch, per_microbatch)
         if rest or not accumulation:
             needed = f"training.local_batch_size x data-parallel ranks = {training.local_batch_size} x {dp}"
             raise ConfigError(f"training.global_batch_size = {batch}: must be a multiple of {needed}")
+        if training.max_seq_len % seq_len:
+            raise ConfigError(f"training.seq_len = {seq_len}: must divide the longest, {training.max_seq_len}")
         shape = StepShape(dp, training.local_batch_size, accumulation)
-        phases.append(Phase(end, shape, training.seq_len))
+        phases.append(Phase(end, shape, training.max_seq_len, seq_len))
     return phases
+
+
+def _scheduled(schedule: Sequence[tuple[int, int]], tokens: int) -> int:
+    """The number of a schedule from token `tokens` on."""
+    return [number for begin, number in schedule if begin <= tokens][-1]
 
 
 def phase_at(phases: Sequence[Phase], tokens: int) -> Phase:
@@ -147,7 +159,7 @@ def first_position(config: Config, datasets: Sequence[Dataset]) -> Position:
     total = math.fsum(weights)  # exact; `sum` rounds differently since Python 3.12, and the last bit decides ties
     shares = tuple(weight / total for weight in weights)
     names = tuple(dataset.hash for dataset in datasets)
-    segment = Segment(names, shares, (0,) * len(names), config.training.seq_len)
+    segment = Segment(names, shares, (0,) * len(names), config.training.max_seq_len)
     return Position(config.run.seed, config.data.window_blocks, segment, 0, {})
 
 

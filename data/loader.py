@@ -35,7 +35,7 @@ OF_THE_NODE = ("data.cache_folder", "data.cache_gb", "run.folder", "run.outputs"
 
 
 class Batch(NamedTuple):
-    """A microbatch of one data-parallel rank. Every tensor is int64 [local_batch_size, seq_len]."""
+    """A microbatch of one data-parallel rank. Every tensor is int64 [local_batch_size, seq_len]; more rows if cut."""
 
     tokens: torch.Tensor
     labels: torch.Tensor  # the next token; IGNORED where nothing is trained
@@ -44,6 +44,15 @@ class Batch(NamedTuple):
     def to(self, device: torch.device) -> "Batch":
         """The batch on `device`. A copy from pinned memory does not make the host wait."""
         return Batch._make(None if x is None else x.to(device, non_blocking=True) for x in self)
+
+    def cut(self, seq_len: int) -> "Batch":
+        """The same tokens in rows of `seq_len` tokens, into which each row is cut."""
+        if seq_len == self.tokens.shape[1]:
+            return self
+        positions = self.positions
+        if positions is not None:  # of a document that began in the row before: from this row's start on
+            positions = positions.view(-1, seq_len).minimum(torch.arange(seq_len, device=positions.device))
+        return Batch(self.tokens.view(-1, seq_len), self.labels.view(-1, seq_len), positions)
 
 
 class DataLoader:
@@ -121,7 +130,7 @@ class DataLoader:
             raise
         self._position = self._position._replace(samples=self._position.samples + self._phase.shape.samples)
         self.wait_seconds = time.perf_counter() - begin
-        return batches
+        return [batch.cut(self.seq_len) for batch in batches]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -137,6 +146,11 @@ class DataLoader:
     def tokens_per_step(self) -> int:
         """Tokens of the step returned last, over all ranks; before any, of the run's first."""
         return self._phase.tokens_per_step
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of the sequences of the step returned last; before any, of the run's first."""
+        return self._phase.seq_len
 
     @property
     def _total_tokens(self) -> int:
@@ -212,13 +226,16 @@ class DataLoader:
         self._readers.shutdown(cancel_futures=True)
 
     def _enter_phase(self) -> None:
-        """Take the schedule's shape for the next step."""
+        """Take the next step's batch and length from their schedules."""
         phase = phase_at(self._phases, self._position.tokens)
         if phase == self._phase:
             return
+        rows = phase.tokens_per_step // phase.seq_len
+        line = f"data: from token {self._position.tokens:,} on a step has {rows:,} x {phase.seq_len:,} tokens"
+        if self._config.compile.enable and phase.seq_len != self._phase.seq_len:
+            line += "; the model is compiled for it"
+        log.info(line)
         self._phase = phase
-        size = f"{phase.shape.samples:,} x {phase.seq_len:,}"
-        log.info(f"data: from token {self._position.tokens:,} on a step has {size} tokens")
         if self._ledger:
             self._ledger.begin_phase(self._position, phase.shape)
 
@@ -257,7 +274,7 @@ class DataLoader:
 
 def _empty(rows: int, config: Config, pin_memory: bool = False) -> Batch:
     """A batch to be filled."""
-    shape = rows, config.training.seq_len
+    shape = rows, config.training.max_seq_len
     fields = [
         torch.empty(shape, dtype=torch.int64, pin_memory=pin_memory) for _ in range(2 + config.data.mask_documents)
     ]
@@ -291,7 +308,7 @@ def validation_batches(config: Config, dp_rank: int, dp_size: int) -> Iterator[B
     """
     splits = [open_dataset(url, config).splits["validation"] for url in config.data.datasets]
     splits = [split for split in splits if split.shards]
-    seq_len = config.training.seq_len
+    seq_len = config.training.max_seq_len
     total, datasets, starts = _held_out_samples(splits, seq_len, config.validation.max_samples)
     if not total:
         raise DataError(f"data.datasets = {list(config.data.datasets)}: no held-out document has two tokens")
@@ -312,7 +329,7 @@ def padded_batches(
         batch.tokens.zero_()  # padding
         batch.labels.fill_(IGNORED)
         if batch.positions is not None:
-            batch.positions.copy_(torch.arange(config.training.seq_len))
+            batch.positions.copy_(torch.arange(config.training.max_seq_len))
         for row, (stream, start) in enumerate(samples[first : first + size]):
             _fill(batch, [row], stream, start)
         yield batch

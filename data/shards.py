@@ -246,7 +246,7 @@ def check_datasets(config: Config) -> tuple[list[Dataset], list[Dataset]]:
     for dataset in (*datasets, *held_out):
         check_dataset(dataset, datasets[0], config)
     for dataset in datasets:
-        _check_training(dataset, with_chat_template(datasets), config.training.seq_len)
+        _check_training(dataset, with_chat_template(datasets), config.training.max_seq_len)
     for dataset in held_out:
         dataset.split("validation")
     if len({dataset.hash for dataset in datasets}) < len(datasets):

@@ -74,7 +74,7 @@ def _check_tokens(config: Config) -> None:
         return
     training, parallelism = config.training, config.parallelism
     sequences = training.local_batch_size if parallelism.pp == 1 else parallelism.pp_microbatch_size
-    tokens = sequences * training.seq_len // parallelism.cp
+    tokens = sequences * training.max_seq_len // parallelism.cp
     multiple = BLOCK if config.float8.recipe == "blockwise" else 16
     float8 = config.float8
     is_skipped = any(part in "output" for part in float8.skip)
@@ -83,8 +83,9 @@ def _check_tokens(config: Config) -> None:
         multiple *= training.loss_chunks or 4  # each chunk of the loss sums its tokens
     if tokens % multiple:
         raise ConfigError(
-            f"float8.enable = true: sequences x training.seq_len / parallelism.cp = {sequences} x {training.seq_len} "
-            f"/ {parallelism.cp} = {tokens} tokens must be a multiple of {multiple}, as it sums them"
+            f"float8.enable = true: sequences x training.seq_len / parallelism.cp = {sequences} x "
+            f"{training.max_seq_len} / {parallelism.cp} = {tokens} tokens must be a multiple of {multiple}, as it sums "
+            "them"
         )
 
 

@@ -14,7 +14,7 @@ from checkpoint.files import read_state
 from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import Manifest, Opened
 from checkpoint.state import model_tensors
-from config import FROM_CHECKPOINT, Config, tomllib
+from config import FROM_CHECKPOINT, Config, parse_schedule, tomllib
 from data.tokenizer import Tokenizer
 from models import build_model, recorded_model
 from parallel.device import device_type
@@ -62,7 +62,7 @@ def longest_sequence(manifest: Manifest) -> int:
     """Tokens of the longest sequences that a checkpoint was trained on, here or before its import; 0 if unknown."""
     run = tomllib.loads(manifest.get("config", ""))
     imported = manifest.get("imported", {}).get("max_position_embeddings", 0)
-    return max(imported, run.get("training", {}).get("seq_len", 0))
+    return max(imported, *(length for _, length in parse_schedule(run.get("training", {}).get("seq_len", 0))))
 
 
 def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokenizer: str = "") -> Trained:

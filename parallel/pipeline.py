@@ -119,13 +119,13 @@ def _build_stages(parts: list[nn.Module], flavor: Any, mesh: Mesh, config: Confi
     if device.type != "cpu":
         device = torch.device(device.type, torch.accelerator.current_device_index())
     size = settings.pp_microbatch_size
-    length = training.seq_len // mesh.cp.size()
+    length = training.max_seq_len // mesh.cp.size()
     tp = mesh.tp.size()
     hidden_shape = [size, length, flavor.dim]
     if tp > 1:  # which cuts the tokens of all sequences, in one row
         hidden_shape = [size * length // tp, flavor.dim]
     dtype = getattr(torch, training.param_dtype)
-    tokens = torch.empty(size, training.seq_len, dtype=torch.int64, device="meta")
+    tokens = torch.empty(size, training.max_seq_len, dtype=torch.int64, device="meta")
     hidden = torch.empty(hidden_shape, dtype=dtype, device="meta", requires_grad=True)
     scores = torch.empty(size, length, flavor.vocab_size // tp, dtype=dtype, device="meta", requires_grad=True)
     n_stages = mesh.pp.size() * len(parts)
@@ -178,6 +178,9 @@ def check_pipeline(config: Config, n_layers: int) -> None:
     batch = config.training.local_batch_size
     if settings.pp == 1:
         return
+    if len(config.training.seq_lens) > 1:
+        needed = f"must be one with parallelism.pp = {settings.pp}, whose stages have fixed shapes"
+        raise ConfigError(f"training.seq_len = {config.training.seq_len}: {needed}")
     n_stages = settings.pp * len(stages_of_rank(0, settings))
     if n_layers < n_stages:
         raise ConfigError(f"parallelism.pp = {settings.pp}: n_layers = {n_layers} are too few for {n_stages} stages")

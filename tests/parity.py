@@ -195,6 +195,7 @@ class Batches:
         self.dp_size = dp_size
         self.step = 0
         self.tokens_per_step = config.training.global_batch_size * config.training.seq_len
+        self.seq_len = config.training.seq_len
         self.check_ranks = self.check_run = self.check_position = mock.Mock()
         self.describe = self.open_ledger = self.close = mock.Mock()
         self.tokenizer = mock.Mock(byte_lengths=np.zeros(VOCAB))

@@ -52,7 +52,7 @@ def _plan_one(cases: list[Case], counts: list[DryRun], cluster: Cluster) -> dict
     speed = max(speeds, key=lambda speed: speed["step_seconds"])
     model: Any = build_model(*find_model(config.model, DEFAULT_VOCAB_SIZE))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    speed["mfu"] = speed["tokens_per_second"] * model.flops_per_token(config.training.seq_len) / device.flops
+    speed["mfu"] = speed["tokens_per_second"] * model.flops_per_token(config.training.max_seq_len) / device.flops
     sharded = needs_fsdp(config, dims.dp * dims.copies // dims.islands)
     reserved = held.peak * RESERVED[sharded]
     memory = {"weights": held.weights, "optimizer": held.optimizer, "peak": held.peak, "reserved": reserved}
@@ -63,7 +63,7 @@ def _plan_one(cases: list[Case], counts: list[DryRun], cluster: Cluster) -> dict
         "mode": config.activation_checkpoint.mode,
         "local_batch_size": config.training.local_batch_size,
         "parameters": parameters,
-        "tokens_per_step": config.training.seq_len * sequences,
+        "tokens_per_step": config.training.max_seq_len * sequences,
         "memory_gib": {name: size / GIB for name, size in memory.items()},
         "stage": fullest.stage,
         "fits": reserved <= device.memory_bytes,
@@ -91,7 +91,12 @@ def plan_phases(config: Config, options: argparse.Namespace, cluster: Cluster) -
 
 def at_phase(config: Config, phase: Phase) -> Config:
     """`config` with the steps of a phase throughout."""
-    return replace(config, training=replace(config.training, global_batch_size=phase.shape.samples))
+    training = config.training
+    cut = phase.longest // phase.seq_len
+    local = training.local_batch_size * cut
+    batch = phase.shape.samples * cut
+    steps = replace(training, seq_len=phase.seq_len, local_batch_size=local, global_batch_size=batch)
+    return replace(config, training=steps)
 
 
 def plan_run(planned: Mapping[str, Any], tokens: float, options: argparse.Namespace) -> dict[str, float]:
@@ -130,7 +135,7 @@ def sweep(config: Config, world_size: int, cluster: Cluster) -> list[dict[str, A
 
     smallest = []
     degrees = [1, 2, 4, 8]
-    context = degrees if config.training.seq_len >= 2**15 else [config.parallelism.cp]
+    context = degrees if config.training.max_seq_len >= 2**15 else [config.parallelism.cp]
     for tp, pp, cp in itertools.product(degrees, degrees, context):
         nodes = max(1, world_size // (cluster.gpus_per_node * pp))
         for replicas in {config.parallelism.dp_replicate, nodes}:

@@ -164,13 +164,14 @@ class CountedStep:
         return mock.Mock(
             next_step=self._next_step,
             settle=lambda config: config,
+            seq_len=training.max_seq_len,
             vocab_size=min(self.config.model.vocab_size or DEFAULT_VOCAB_SIZE, DEFAULT_VOCAB_SIZE),
-            tokens_per_step=training.global_batch_size * training.seq_len,
+            tokens_per_step=training.global_batch_size * training.max_seq_len,
         )
 
     def _next_step(self) -> list[Batch]:
         self.tally.begin_step()
-        shape = self.config.training.local_batch_size, self.config.training.seq_len
+        shape = self.config.training.local_batch_size, self.config.training.max_seq_len
         tokens, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
         batch = Batch(tokens, labels, positions if self.config.data.mask_documents else None)
         return [batch] * self.microbatches
@@ -256,7 +257,7 @@ def count(cases: Sequence[Case]) -> dict[Case, DryRun]:
 def _with_windows(counted: DryRun, config: Config) -> DryRun:
     """The counts with the pairs of a query and a key that the layers' windows leave of all causal ones."""
     flavor = find_model(config.model, DEFAULT_VOCAB_SIZE)[1]
-    S = config.training.seq_len
+    S = config.training.max_seq_len
     windows = [min(flavor.window(layer) or S, S) for layer in range(flavor.n_layers)]
     seen = sum(window * (2 * S - window + 1) for window in windows)
     return counted._replace(attention=counted.attention * seen // (len(windows) * S * (S + 1)))

@@ -57,7 +57,6 @@ def apply_parallelism(
 def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
     """Raises ConfigError if this Llama cannot be split as `config` asks."""
     settings = config.parallelism
-    seq_len = config.training.seq_len
     for name in ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size"):
         size = getattr(flavor, name)
         if size % settings.tp:
@@ -66,8 +65,10 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
     pieces = settings.tp
     if settings.cp > 1:
         pieces *= 2 * settings.cp
-    if seq_len % pieces:
-        raise ConfigError(f"training.seq_len = {seq_len}: must be a multiple of {pieces}, for parallelism.tp and cp")
+    for seq_len in config.training.seq_lens:
+        if seq_len % pieces:
+            needed = f"must be a multiple of {pieces}, for parallelism.tp and cp"
+            raise ConfigError(f"training.seq_len = {seq_len}: {needed}")
     if settings.cp > 1 and settings.cp_method == "ring" and config.data.mask_documents:
         raise ConfigError('parallelism.cp_method = "ring": cannot tell documents apart; set it to "allgather"')
     if settings.cp > 1 and settings.cp_method == "ring" and any(flavor.windows):
@@ -188,6 +189,9 @@ def apply_context_parallel(part: Llama, mesh: Mesh, method: str) -> None:
 def checkpoint_and_compile(part: Llama, mesh: Mesh, config: Config) -> None:
     """Apply activation checkpointing to every n-th block, and compile each block as one graph."""
     checkpointing, compile = config.activation_checkpoint, config.compile
+    dynamic = None
+    if len(config.training.seq_lens) > 1:
+        dynamic = False  # a graph for each length is faster than one for all
     if compile.enable:
         guide_compiler()
     # The checkpoint goes inside the compiled graph, so that the compiler fuses the recomputation. But with TP and
@@ -195,12 +199,12 @@ def checkpoint_and_compile(part: Llama, mesh: Mesh, config: Config) -> None:
     compile_first = compile.enable and mesh.tp.size() > 1 and checkpointing.mode == "full"
     for i, block in part.layers.items():
         if compile_first:
-            block.forward = torch.compile(block.forward, backend=compile.backend, fullgraph=True)
+            block.forward = torch.compile(block.forward, backend=compile.backend, fullgraph=True, dynamic=dynamic)
         if int(i) % checkpointing.every_n_layers == 0:
             apply_activation_checkpoint(block, checkpointing)
         if compile.enable and not compile_first:
             # Per block, so that all layers share one compiled graph and FSDP's hooks stay between the graphs.
-            block.compile(backend=compile.backend, fullgraph=True)
+            block.compile(backend=compile.backend, fullgraph=True, dynamic=dynamic)
 
 
 def fsdp_groups(part: Llama) -> list[list[nn.Module]]:
@@ -232,7 +236,7 @@ def split_stages(model: Llama, mesh: Mesh, config: Config) -> list[Llama]:
         part.layers = nn.ModuleDict({str(i): part.layers[str(i)] for i in layers[stage]})
         if stage > 0:
             part.tok_embeddings = None
-            part.seq_len = config.training.seq_len
+            part.seq_len = config.training.max_seq_len
         if stage < len(layers) - 1:
             part.norm = part.output = None
         parts.append(part)

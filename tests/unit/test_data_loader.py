@@ -172,6 +172,18 @@ def test_batches_follow_the_tokens_seen_whoever_reads_them(folders, prefetch_ste
     assert loader.describe(13).endswith(every)
 
 
+def test_sequences_grow_with_the_tokens_seen(folders):
+    """By hand: of 2 x 12 tokens, 5 steps begin before 100 are seen, 4 more before 200. Rows are cut."""
+    lengths = {"training__seq_len": "3 @ 0, 6 @ 100, 12 @ 200", "data__mask_documents": True}
+    loader = DataLoader(config_of(folders[:1], **lengths, training__local_batch_size=2), 0, 1)
+    reference = Reference(folders)
+    for seq_len in [3] * 5 + [6] * 4 + [12] * 3:
+        samples = global_samples([loader], 1)
+        assert samples == reference.take(folders[:1], (1.0,), seq_len, 24 // seq_len)
+        assert (loader.seq_len, loader.tokens_per_step) == (seq_len, 24)
+    loader.close()
+
+
 def test_a_loader_goes_back_to_a_state(folders):
     """Of two datasets with equal weights, whose samples are due at once: their order, not sorted here, decides."""
     config = config_of(
