@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from checkpoint.branch import read_parent
@@ -27,7 +28,7 @@ class Table(NamedTuple):
 
     title: str
     head: Sequence[str]
-    rows: Sequence[Sequence[Any]]  # texts and numbers; None for what is unknown
+    rows: Sequence[Sequence[Any]]
     note: str = ""
 
     def text(self) -> str:
@@ -39,8 +40,6 @@ class Table(NamedTuple):
 
 
 def _cell(value: Any) -> str:
-    if value is None:
-        return "–"
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
@@ -48,14 +47,14 @@ def write_page(
     runs: Sequence[Path],
     output: Path,
     title: str = "Runs compared",
-    groups: Sequence[Sequence[Path]] = (),
+    groups: Mapping[Path, str] = MappingProxyType({}),
     tables: Sequence[Table] = (),
-    figures: Sequence[Mapping[str, Any]] = (),
+    ladder: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the page that compares these runs, without those that have logged no step. Raises TitaniteError.
 
-    Runs of one of the `groups`, such as seeds, share a colour and can be drawn as their mean. `figures`: as `scatter`
-    in compare.html takes them.
+    Runs of one group, such as seeds, share a colour and can be drawn as their mean. `ladder`: points and fit of
+    tools.ladder, drawn as loss against FLOPs.
     """
     charts: dict[Path, Charts] = {}
     settings = []
@@ -72,13 +71,13 @@ def write_page(
         dict.fromkeys(field for own in charts.values() for field in own), key=lambda field: not is_loss(field)
     )
     shown: list[dict[str, Any]] = []
-    grouped = {path.resolve(): number for number, group in enumerate(groups) for path in group}
+    grouped = {folder.resolve(): group for folder, group in groups.items()}
     for name, (folder, own) in zip(name_runs(list(charts)), charts.items(), strict=True):
         thinned = {field: _thinned(points) for field, points in own.items()}
-        group = grouped.get(folder, len(shown) + len(groups))
+        group = grouped.get(folder, str(folder))
         shown.append({"name": name, "group": group, "summary": summarize(own, found), "charts": thinned})
-    data = {"title": title, "runs": shown, "charts": found, "settings": differing_settings(settings)}
-    data |= {"tables": [table._asdict() for table in tables], "figures": figures}
+    data: dict[str, Any] = {"title": title, "runs": shown, "charts": found, "settings": differing_settings(settings)}
+    data |= {"tables": [table._asdict() for table in tables], "ladder": ladder}
     template = Path(__file__).with_name("compare.html").read_text(encoding="utf-8")
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # cannot end the script
     with file_errors(output):

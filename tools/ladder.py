@@ -1,318 +1,216 @@
 """Train a ladder: one model in several sizes, a fit of loss against FLOPs, and how well it predicts the largest size.
 
-    python -m tools.ladder ladder.toml [--at-once N | --slurm] [--dry-run]
+    python -m tools.ladder ladder.toml [--at-once N | --slurm=OPTIONS] [--dry-run]
 
     base = "train_configs/default.toml"      # relative to this file
     folder = "outputs/ladder"                # default: outputs/ and this file's name
     multiples = [5, 10, 20]                  # tokens per parameter
-    decay = 0.1                              # share of a run's steps over which the rate decays
+    decay = 0.1                              # share of a run's steps over which its rate decays
     [set]                                    # for all runs
     validation.max_samples = 0
-    [rule]                                   # N: the parameters without embeddings
-    parameters = 108e6                       # the N at which batch and rate are:
-    batch = 327_680                          # tokens of a step, which grow as N^batch_power (2/3)
-    rate = 2.35e-3                           # which grows as N^rate_power (-1/3)
-    warmup = 1                               # tokens of the warm-up per parameter
+    [rule]
+    parameters = 108e6                       # N0. A model of N parameters, without embeddings, has
+    batch = 327_680                          # tokens a step: these times (N / N0)^batch_power
+    rate = 2.35e-3                           # peak rate: this times (N / N0)^rate_power
+    warmup = 1                               # tokens of the warm-up: this times N
+    batch_power = 0.667                      # 2 / 3 if left out
+    rate_power = -0.333                      # -1 / 3 if left out
+    sequences = 8                            # by which the batch must divide; if left out: training.local_batch_size
     [sizes.small]
     model.dim = 512
     [sizes.large]
     model.dim = 1024
 
-Each size has one run at a constant rate after its warm-up, the trunk. A branch decays from it at each multiple. Started
-again, the command trains what is not finished. At the end it writes ladder.html, ladder.csv and ladder.json.
+Each size has one run at a constant rate after its warm-up, the trunk, and a branch from it that decays at each
+multiple. Started again, it trains what is not finished. At the end it writes ladder.html, ladder.csv and ladder.json.
 """
 
-import csv
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from config import Config, ConfigError, TitaniteError, command_line, from_dict
+from config import Config, ConfigError, command_line
 from data.shards import open_dataset
 from models import build_model, find_model
+from storage.records import write_atomically
 from tools.compare import Table, read_run, write_page
-from tools.study import Run, build_config, build_parser, conduct, flatten, name_values, read_study, report_failures
+from tools.study import Run, Study, build_parser, conduct, report, write_csv
 
-KEYS = ("base", "folder", "multiples", "decay", "set", "rule", "sizes")
-RULE = {"parameters": None, "batch": None, "rate": None, "warmup": None, "batch_power": 2 / 3, "rate_power": -1 / 3}
+NEEDED = ("parameters", "batch", "rate", "warmup")  # of the rule
+DEFAULTS = {"batch_power": 2 / 3, "rate_power": -1 / 3, "sequences": 0}  # powers of OLMo-core, by Porian et al. 2024
+FEWEST_SIZES = 4  # one to predict, and three for the two unknowns that all multiples share
 EXPONENTS = np.geomspace(0.005, 2.0, 2000)  # tried for the fit
-FEWEST_SIZES = 4  # three for two unknowns that all share, and the one to predict
-
-
-@dataclass(frozen=True)
-class Rung:
-    """A decayed run of a size: a point of the fit."""
-
-    run: Run
-    size: str
-    parameters: int  # without embeddings
-    multiple: float  # tokens per parameter asked for
-    batch: int  # tokens of a step
-    rate: float
-    warmup_steps: int
-    steps: int
-    tokens: int
-    flops: float
+Point = dict[str, Any]  # a decayed run: what the rule gave, then its loss and the fits'
 
 
 # -- which runs
 
 
-def read_ladder(file: Path) -> tuple[Path, list[Run], list[Rung]]:
-    """(folder, runs, rungs from the smallest size up) of a ladder's file. Raises ConfigError."""
-    study = read_study(file, KEYS)
-    rule = {**RULE, **study.get("rule", {})}
-    for key, value in rule.items():
-        if key not in RULE or type(value) not in (int, float):
-            raise ConfigError(f"{file}: [rule]: {key} = {value}: must be numbers: {', '.join(RULE)}")
-    multiples = sorted(set(study.get("multiples", [])))
-    decay = study.get("decay", 0.2)
-    if len(multiples) < 1 or multiples[0] <= 0 or not 0 < decay < 1:
-        raise ConfigError(f"{file}: needs `multiples`, tokens per parameter, and a `decay` between 0 and 1")
-    sizes = study.get("sizes", {})
+def read_ladder(file: Path) -> tuple[Study, list[Run], list[Point]]:
+    """A ladder's file, its runs, the longest first, and the points of the decayed ones, the largest last.
+
+    Raises ConfigError.
+    """
+    study = Study(file, ("multiples", "decay", "rule", "sizes"))
+    rule = DEFAULTS | study.values.get("rule", {})
+    multiples = study.values.get("multiples") or [0]
+    decay = study.values.get("decay", 0.2)
+    sizes = study.values.get("sizes", {})
+    if set(rule) != {*NEEDED, *DEFAULTS} or min(rule[key] for key in NEEDED) <= 0:
+        raise ConfigError(f"{file}: [rule]: must have {', '.join(NEEDED)}, above 0, and may have {', '.join(DEFAULTS)}")
+    if multiples[0] <= 0 or any(multiple % multiples[0] for multiple in multiples) or not 0 < decay < 1:
+        raise ConfigError(f"{file}: needs a decay between 0 and 1, and multiples, each one of the first")
     if len(sizes) < FEWEST_SIZES:
-        raise ConfigError(f"{file}: [sizes]: {len(sizes)}: a fit and a size to predict need at least {FEWEST_SIZES}")
-    folder = Path(study.get("folder", f"outputs/{file.stem}"))
-    common = flatten(study.get("set", {}), f"{file}: [set]")
-    base = file.parent / study["base"]
-    rungs = []
+        raise ConfigError(f"{file}: [sizes]: has {len(sizes)}; to fit some and predict one takes {FEWEST_SIZES}")
     trunks = []
+    rungs = []
     for size, values in sizes.items():
-        own = common | flatten(values, f"{file}: [sizes.{size}]")
-        trunk, branches = _plan_size(size, base, folder, own, rule, multiples, decay)
+        trunk, branches = plan_size(study, size, study.settings("sizes", values), rule, multiples, decay)
         trunks.append(trunk)
         rungs += branches
-    rungs.sort(key=lambda rung: (rung.parameters, rung.multiple))
-    by_length = sorted(rungs, key=lambda rung: -rung.flops)  # the longest first: none is then waited for alone
-    order = list(dict.fromkeys(rung.size for rung in by_length))
-    trunks.sort(key=lambda run: order.index(run.values["size"]))
-    return folder, trunks + [rung.run for rung in by_length], rungs
+    trunks.sort(key=lambda run: run.config.optimizer.lr)  # the largest first, so that none is waited for in the end
+    rungs.sort(key=lambda rung: (rung[1]["parameters"], rung[1]["multiple"]))
+    return study, [*trunks, *(run for run, _ in reversed(rungs))], [point for _, point in rungs]
 
 
-def _plan_size(
-    size: str, base: Path, folder: Path, own: dict[str, Any], rule: dict[str, Any], multiples: list[float], decay: float
-) -> tuple[Run, list[Rung]]:
-    """The trunk of a size, and its branches."""
-    config = build_config(base, folder / size, own)
-    parameters, flops_per_token = measure(config)
-    growth = parameters / rule["parameters"]
-    seq_len = config.training.seq_len
-    wanted = rule["batch"] * growth ** rule["batch_power"] / seq_len
-    # The batch is whole microbatches, or one smaller microbatch.
-    local = min(config.training.local_batch_size, max(1, round(wanted)))
-    sequences = local * max(1, round(wanted / local))
-    batch = sequences * seq_len
-    rate = rule["rate"] * growth ** rule["rate_power"]
-    warmup_steps = max(1, round(rule["warmup"] * parameters / batch))
-    # Forks are multiples of one number of steps, after which checkpoints are kept.
-    shares = [Fraction(str(multiple)) for multiple in multiples]
-    unit = _greatest_common(shares)
-    unit_steps = max(1, round((1 - decay) * float(unit) * parameters / batch))
-    interval = max(n for n in range(1, config.checkpoint.interval + 1) if unit_steps % n == 0)
-    settings = own | {
-        "training.local_batch_size": local,
-        "training.global_batch_size": sequences,
-        "optimizer.lr": rate,
-        "lr_scheduler.schedule": "wsd",
-        "lr_scheduler.warmup_steps": warmup_steps,
-        "checkpoint.interval": interval,
-    }
-    forks = [int(share / unit) * unit_steps for share in shares]
-    if warmup_steps > forks[0]:
-        raise ConfigError(f"sizes.{size}: {warmup_steps} steps of warm-up, but the first decay begins at {forks[0]}")
-    trunk_settings = {
-        "training.steps": forks[-1],
-        "lr_scheduler.decay_fraction": 0.0,
-        "checkpoint.keep_every": unit_steps,
-    }
-    values = {"size": size}
-    name = name_values(values)
-    trunk = Run(name, values, build_config(base, folder / name, settings | trunk_settings))
-    rungs = []
-    for multiple, fork in zip(multiples, forks, strict=True):
-        steps = round(fork / (1 - decay))
-        branch_settings = {
-            "training.steps": steps,
-            "lr_scheduler.decay_steps": steps - fork,
-            "checkpoint.branch_from": f"{trunk.folder}@{fork}",
-        }
-        values = {"size": size, "multiple": multiple}
-        name = name_values(values)
-        run = Run(name, values, build_config(base, folder / name, settings | branch_settings), after=trunk.name)
-        tokens = steps * batch
-        rungs.append(
-            Rung(run, size, parameters, multiple, batch, rate, warmup_steps, steps, tokens, tokens * flops_per_token)
+def plan_size(
+    study: Study, size: str, own: Mapping[str, Any], rule: Mapping[str, float], multiples: Sequence[float], decay: float
+) -> tuple[Run, list[tuple[Run, Point]]]:
+    """The trunk of a size, and its branches with their points. Raises ConfigError."""
+    config = study.run({}, own).config
+    point = {"size": size, **apply_rule(config, rule)}
+    sequences = point["batch"] // config.training.seq_len
+    # The trunk keeps a checkpoint at the first fork and at each of its multiples.
+    first = (1 - decay) * multiples[0] * point["parameters"] / point["batch"]
+    saves = max(1, round(first / config.checkpoint.interval))
+    interval = max(1, round(first / saves))
+    first = saves * interval
+    end = round(first / (1 - decay))
+    if not point["warmup_steps"] <= first < end:
+        raise ConfigError(
+            f"sizes.{size}: too short: warms up to step {point['warmup_steps']}, decays from {first} to {end}"
         )
-    return trunk, rungs
+    settings = {
+        **own,
+        "training.local_batch_size": min(config.training.local_batch_size, sequences),
+        "training.global_batch_size": sequences,
+        "optimizer.lr": point["rate"],
+        "lr_scheduler.schedule": "wsd",
+        "lr_scheduler.warmup_steps": point["warmup_steps"],
+        "checkpoint.interval": interval,
+        "checkpoint.keep_every": first,
+    }
+    last = round(first * multiples[-1] / multiples[0])
+    trunk = study.run({"size": size}, settings | {"training.steps": last, "lr_scheduler.decay_fraction": 0.0})
+    branches = []
+    for multiple in multiples:
+        fork = round(first * multiple / multiples[0])
+        steps = round(fork / (1 - decay))
+        settings["training.steps"] = steps
+        settings["lr_scheduler.decay_steps"] = steps - fork
+        settings["checkpoint.branch_from"] = f"{trunk.folder}@{fork}"
+        run = study.run({"size": size, "multiple": multiple}, settings, trunk.name)
+        tokens = steps * point["batch"]
+        amounts = {"multiple": multiple, "tokens": tokens, "flops": tokens * point["flops_per_token"]}
+        branches.append((run, point | amounts))
+    return trunk, branches
 
 
-def _greatest_common(shares: Sequence[Fraction]) -> Fraction:
-    """The largest number of which all are multiples."""
-    common = shares[0]
-    for share in shares:
-        while share:
-            common, share = share, common % share
-    return common
-
-
-def measure(config: Config) -> tuple[int, float]:
-    """(parameters without those of a row per token, FLOPs per token) of a config's model. Raises TitaniteError."""
-    vocab_size = open_dataset(config.data.datasets[0]).vocab_size
-    spec, flavor = find_model(config.model, vocab_size)
+def apply_rule(config: Config, rule: Mapping[str, float]) -> Point:
+    """What the rule gives a config's model, which is counted. Raises TitaniteError."""
+    spec, flavor = find_model(config.model, open_dataset(config.data.datasets[0]).vocab_size)
     model: Any = build_model(spec, flavor)
     shapes = [parameter.shape for parameter in model.parameters()]
-    counted = sum(shape.numel() for shape in shapes if shape[0] != flavor.vocab_size)
-    return counted, model.flops_per_token(config.training.seq_len)
+    parameters = sum(shape.numel() for shape in shapes if shape[0] != flavor.vocab_size)  # no embeddings
+    growth = parameters / rule["parameters"]
+    training = config.training
+    wanted = rule["batch"] * growth ** rule["batch_power"] / training.seq_len
+    # Whole microbatches, or a smaller one.
+    unit = int(rule["sequences"]) or min(training.local_batch_size, max(1, round(wanted)))
+    batch = unit * max(1, round(wanted / unit)) * training.seq_len
+    return {
+        "parameters": parameters,
+        "batch": batch,
+        "rate": rule["rate"] * growth ** rule["rate_power"],
+        "warmup_steps": max(1, round(rule["warmup"] * parameters / batch)),
+        "flops_per_token": model.flops_per_token(training.seq_len),
+    }
 
 
 # -- the fit
 
 
-@dataclass(frozen=True)
-class Fit:
-    """loss = limit + factors[multiple] x (FLOPs / unit)^-exponent."""
+def fit_losses(points: Sequence[Point]) -> dict[str, Any]:
+    """Fit loss = limit + factor[multiple] x FLOPs^-exponent by least squares of the relative error.
 
-    limit: float
-    factors: dict[float, float]
-    exponent: float
-    unit: float
-
-    def loss(self, multiple: float, flops: float) -> float:
-        """The loss that it says."""
-        return self.limit + self.factors[multiple] * (flops / self.unit) ** -self.exponent
-
-
-def fit_losses(multiples: Sequence[float], flops: Sequence[float], losses: Sequence[float]) -> Fit:
-    """Fit by least squares of the relative error.
-
-    All multiples share limit and exponent, and each has a factor: so it is if loss is a sum of powers of parameters and
-    of tokens with one exponent (Hoffmann et al. 2022, whose two exponents differ by little). For each exponent the rest
-    is linear. The limit is at least 0.
+    Multiples share limit and exponent. So it is if loss is the sum of a limit, a power of parameters and one of tokens
+    (Hoffmann et al. 2022) with nearly the same exponent. For each exponent the rest is linear; the limit is at least 0.
     """
-    kinds = sorted(set(multiples))
-    unit = float(np.exp(np.mean(np.log(flops))))
-    target = np.array(losses)
-    scaled = np.array(flops) / unit
-    member = np.array([[multiple == kind for kind in kinds] for multiple in multiples], dtype=float)
+    multiples = sorted({point["multiple"] for point in points})
+    losses = np.array([point["loss"] for point in points])
+    flops = np.array([point["flops"] for point in points])
+    belongs = np.array([[point["multiple"] == multiple for multiple in multiples] for point in points])
     found = []
     for exponent in EXPONENTS:
-        powers = member * (scaled**-exponent)[:, None]
-        for columns in (np.column_stack([np.ones(len(target)), powers]), powers):
-            weighted = columns / target[:, None]
-            solution = np.linalg.lstsq(weighted, np.ones(len(target)), rcond=None)[0]
-            error = float(np.sum((weighted @ solution - 1) ** 2))
-            limit, *factors = [0.0, *solution][-len(kinds) - 1 :]
-            if limit >= 0:
-                found.append((error, float(exponent), float(limit), tuple(map(float, factors))))
-    _, exponent, limit, factors = min(found)
-    return Fit(limit, dict(zip(kinds, factors, strict=True)), exponent, unit)
+        powers = belongs * (flops[:, None] / flops.max()) ** -exponent
+        for limits in (np.ones((len(points), 1)), np.zeros((len(points), 1))):
+            columns = np.hstack([limits, powers]) / losses[:, None]
+            solution = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)[0]
+            if solution[0] >= 0:
+                found.append((np.sum((columns @ solution - 1) ** 2), exponent, *solution))
+    _, exponent, limit, *factors = map(float, min(found))
+    factors = [factor * float(flops.max()) ** exponent for factor in factors]
+    return {"limit": limit, "exponent": exponent, "factors": dict(zip(multiples, factors, strict=True))}
+
+
+def fitted_loss(fit: Mapping[str, Any], point: Point) -> float:
+    """The loss that a fit says."""
+    return fit["limit"] + fit["factors"][point["multiple"]] * point["flops"] ** -fit["exponent"]
 
 
 # -- what came of it
 
 
-def evaluate(rungs: Sequence[Rung]) -> dict[str, Any]:
-    """The fits of all sizes and of all but the largest, as plain values. Raises TitaniteError if a loss is missing."""
-    losses = [read_run(rung.run.folder)[0].get("validation_loss") for rung in rungs]
-    missing = [rung.run.name for rung, points in zip(rungs, losses, strict=True) if not points or not rung.run.finished]
-    if missing:
-        raise TitaniteError(f"the fit needs all decayed runs; not finished: {', '.join(missing)}")
-    rows = [(rung, points[-1][-1]) for rung, points in zip(rungs, losses, strict=True) if points]
-    largest = rungs[-1].size
-
-    def fit(some: Sequence[tuple[Rung, float]]) -> Fit:
-        return fit_losses([r.multiple for r, _ in some], [r.flops for r, _ in some], [loss for _, loss in some])
-
-    overall = fit(rows)
-    smaller = fit([row for row in rows if row[0].size != largest])
-    points = []
-    for rung, loss in rows:
-        point = {name: value for name, value in vars(rung).items() if name != "run"}
-        fitted = overall.loss(rung.multiple, rung.flops)
-        point |= {"loss": loss, "fitted": fitted, "residual_percent": 100 * (loss / fitted - 1)}
-        if rung.size == largest:
-            predicted = smaller.loss(rung.multiple, rung.flops)
-            point |= {"predicted": predicted, "off_percent": 100 * (predicted / loss - 1)}
-        points.append(point)
-    return {"fit": asdict(overall), "fit_without_largest": asdict(smaller), "points": points}
-
-
-def describe(fit: dict[str, Any]) -> str:
-    """A fit in words."""
-    factors = ", ".join(f"{factor:.4g} at {multiple:g}" for multiple, factor in fit["factors"].items())
-    formula = "loss = E + A·(C / C0)^-α"
-    return f"{formula}: E {fit['limit']:.4g}, α {fit['exponent']:.3g}, C0 {fit['unit']:.3g} FLOPs, A {factors} tokens per parameter"
-
-
-def write_results(folder: Path, runs: Sequence[Run], rungs: Sequence[Rung]) -> list[Table]:
-    """Write page, CSV and JSON. Returns the tables. Raises TitaniteError."""
-    found = evaluate(rungs)
-    points = found["points"]
-    shown = ["size", "parameters", "multiple", "tokens", "flops", "loss"]
-    predicted = [point for point in points if "predicted" in point]
-    own = ["size", "parameters", "batch", "rate", "warmup_steps"]
-    sizes = {point["size"]: [point[key] for key in own] for point in points}
-    tables = [
-        _table("The largest size, predicted from the others", [*shown, "predicted", "off_percent"], predicted,
-               "off_percent: predicted / loss - 1. " + describe(found["fit_without_largest"])),
-        _table("The fit of all sizes", [*shown, "fitted", "residual_percent"], points, describe(found["fit"])),
-        Table("What the rule gave", own, list(sizes.values()), "parameters: without embeddings; batch: tokens of a step"),
-    ]  # fmt: skip
-    names = list(sizes)
-    groups = [[run.folder for run in runs if run.values["size"] == name] for name in names]
-    page = folder / "ladder.html"
-    write_page([run.folder for run in runs], page, f"Ladder {folder.name}", groups, tables, [_figure(found, names)])
-    (folder / "ladder.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    with (folder / "ladder.csv").open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(predicted[0]))
-        writer.writeheader()
-        writer.writerows(points)
-    print(f"{folder / 'ladder.csv'}, {folder / 'ladder.json'}: every point, and the fits")
-    return tables
-
-
-def _table(title: str, head: Sequence[str], points: Sequence[dict[str, Any]], note: str) -> Table:
-    return Table(title, head, [[point[key] for key in head] for point in points], note)
-
-
-def _figure(found: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Loss against FLOPs: a dot for each run, a circle for a predicted one, a line for each multiple."""
-    smaller = Fit(**found["fit_without_largest"])
-    points = found["points"]
-    dots = []
-    for number, name in enumerate(names):
-        own = [point for point in points if point["size"] == name]
-        dots.append({"name": name, "group": number, "at": [[point["flops"], point["loss"]] for point in own]})
-    own = [point for point in points if "predicted" in point]
-    at = [[point["flops"], point["predicted"]] for point in own]
-    dots.append({"name": "predicted", "group": len(names) - 1, "hollow": True, "at": at})
-    lines = []
-    for multiple in smaller.factors:
-        ends = [point["flops"] for point in points if point["multiple"] == multiple]
-        steps = np.geomspace(ends[0], ends[-1], 60).tolist()
-        name = f"{multiple:g} tokens per parameter"
-        lines.append({"name": name, "group": 8, "at": [[flops, smaller.loss(multiple, flops)] for flops in steps]})
-    note = "Dashed: the fit without the largest size, one line for each multiple of tokens per parameter."
-    return {"title": "loss against FLOPs", "points": dots, "lines": lines, "note": note}
+def write_results(study: Study, runs: Sequence[Run], points: list[Point]) -> None:
+    """Write page, CSV and JSON, and print the table, once all runs are finished. Raises TitaniteError."""
+    folders = {(run.values["size"], run.values.get("multiple")): run.folder for run in runs}
+    for point in points:
+        charts, _ = read_run(folders[point["size"], point["multiple"]])
+        point["loss"] = charts["validation_loss"][-1][-1]
+    largest = points[-1]["size"]
+    fits = {"all": fit_losses(points), "others": fit_losses([point for point in points if point["size"] != largest])}
+    for point in points:
+        point["residual_percent"] = 100 * (point["loss"] / fitted_loss(fits["all"], point) - 1)
+        if point["size"] == largest:
+            point["predicted"] = fitted_loss(fits["others"], point)
+            point["off_percent"] = 100 * (point["predicted"] / point["loss"] - 1)
+    write_csv(study.folder / "ladder.csv", points)
+    write_atomically(study.folder / "ladder.json", json.dumps({"fits": fits, "points": points}, indent=1).encode())
+    constants = {name: f"{fit['limit']:.4g} + A x FLOPs^-{fit['exponent']:.4g}" for name, fit in fits.items()}
+    note = f"Loss by the fit: {constants['all']}, by that without the largest size, which predicts it: "
+    note += f"{constants['others']}; A by multiple, the tokens per parameter. parameters: without embeddings."
+    head = [key for key in points[-1] if key != "flops_per_token"]
+    table = Table("Ladder", head, [[point.get(key, "–") for key in head] for point in points], note)
+    groups = {run.folder: run.values["size"] for run in runs}
+    figure = {"points": points, "fit": fits["others"]}
+    write_page(list(groups), study.folder / "ladder.html", f"Ladder {study.folder.name}", groups, [table], figure)
+    print(f"\n{table.text()}\n{note}")
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code. Raises TitaniteError."""
-    arguments = build_parser("ladder", __doc__ or "").parse_args(argv)
-    folder, runs, rungs = read_ladder(arguments.file)
-    failed = conduct(arguments, folder, runs)
+    options = build_parser("ladder", __doc__ or "").parse_args(argv)
+    study, runs, points = read_ladder(options.file)
+    failed = conduct(options, study.folder, runs)
     if failed is None:
         return 0
-    if all(rung.run.finished for rung in rungs):
-        for table in write_results(folder, runs, rungs):
-            print(f"\n{table.text()}\n{table.note}")
-    return report_failures(runs, failed)
+    if all(run.finished for run in runs):
+        write_results(study, runs, points)
+    return report(runs, failed)
 
 
 if __name__ == "__main__":

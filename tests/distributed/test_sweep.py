@@ -16,7 +16,7 @@ from run.folder import record_exit
 from storage.records import read_records
 from tests.runs import content, how_it_ended, read, validated
 from tests.unit.test_metrics_page import row, write_run
-from tools.study import Run
+from tools.study import Run, name_values
 from tools.sweep import main, read_results, read_sweep, tabulate
 
 SMALL_RUN = """
@@ -47,7 +47,7 @@ folder = "{folder}/runs"
 """
 
 
-def write_sweep(folder: Path, dataset: Path, text: str, steps: int = 4) -> Path:
+def write_study(folder: Path, dataset: Path, text: str, steps: int = 4) -> Path:
     (folder / "base.toml").write_text(SMALL_RUN.format(dataset=dataset, steps=steps))
     file = folder / "lab.toml"
     file.write_text(SWEEP.format(folder=folder) + text)
@@ -64,8 +64,8 @@ def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
     "model.dim" = [32, 64]
     optimizer.groups = [[], [{pattern = "*norm*", lr = 2}]]
     """
-    folder, runs = read_sweep(write_sweep(tmp_path, dataset, text))
-    assert folder == tmp_path / "runs"
+    study, runs = read_sweep(write_study(tmp_path, dataset, text))
+    assert study.folder == tmp_path / "runs"
     wide = "dim=64,groups=pattern-norm-lr-2"
     assert [run.name for run in runs] == [
         f"lr={lr},{shape},seed={seed}"
@@ -82,11 +82,11 @@ def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sseeds = [1]", "sseeds: unknown key; one of base, .*; did you mean seeds"),
+        ("sseeds = [1]", "sseeds: must be one of base, .*; did you mean seeds"),
         ("[grid]\noptimizer.lrr = [1.0]", r"optimizer.lrr: unknown key; did you mean optimizer.lr"),
         ("[grid]\noptimizer.lr = [1.0, 'x']", 'optimizer.lr = "x": must be a number'),
-        ("[grid]\noptimizer.lr = 1.0", "lr = 1.0: must be a list"),
-        ("[grid]\nlr = [1.0]", "lr: must be a setting with its section"),
+        ("[grid]\noptimizer.lr = 1.0", "lr = 1.0: must be a list of values"),
+        ("[grid]\nlr = [1.0]", "lr: must be a setting such as optimizer.lr"),
         ("[grid]\noptimizer.lr = [1.0, 1.0]", "lr=1.0: two runs would have this folder"),
         ("[grid]\nmodel.n_kv_heads = [2, 3]", "n_kv_heads=3: model.flavor = 'tiny' with n_kv_heads=3"),
         ("[grid]\nmodel.dimm = [32]", "dimm=32: model.dimm: unknown key, also of the flavor; did you mean dim"),
@@ -94,15 +94,18 @@ def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
         ("[grid]\nparallelism.tp = [1, 2]", "tp=2: .*world size"),
         ("[grid]\ndata.datasets = [['nowhere']]", "datasets=nowhere: .*nowhere"),
         ("[grid]\ncheckpoint.initial_load = ['nowhere']", "checkpoint.initial_load: nowhere"),
-        ("[grid]\nrun.folder = ['a']", "run.folder: each run of a study has a folder of its own"),
-        ("seeds = [1]\n[grid]\nrun.seed = [2]", "run.seed: is varied twice"),
-        ("[set]\noptimizer.lr = 1.0\n[grid]\noptimizer.lr = [2.0]", "optimizer.lr: is in .set. and varied"),
-        ("[[zip]]\noptimizer.lr = [1.0]\nrun.seed = [1, 2]", "must be lists of one length"),
+        ("[grid]\nrun.folder = ['a']", "run.folder: must be .* each run has a folder of its own"),
+        ("seeds = [1]\n[grid]\nrun.seed = [2]", "run.seed: is set or varied twice"),
+        ("[set]\noptimizer.lr = 1.0\n[grid]\noptimizer.lr = [2.0]", "optimizer.lr: is set or varied twice"),
+        (
+            "[[zip]]\noptimizer.lr = [1.0]\nrun.seed = [1, 2]",
+            "run.seed = .1, 2.: must be a list of values, in .* as long as the others",
+        ),
         ("[set]\noptimizer.lr = 1.0", "varies nothing"),
     ],
 )
 def test_a_mistake_is_found_before_any_run_starts(tmp_path: Path, dataset: Path, text: str, message: str) -> None:
-    file = write_sweep(tmp_path, dataset, text)
+    file = write_study(tmp_path, dataset, text)
     with pytest.raises(TitaniteError, match=message):
         main([str(file)])
     assert not (tmp_path / "runs").exists()
@@ -111,12 +114,12 @@ def test_a_mistake_is_found_before_any_run_starts(tmp_path: Path, dataset: Path,
 def test_a_failure_stops_no_other_run_and_is_tried_again(
     tmp_path: Path, dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = write_sweep(tmp_path, dataset, "[grid]\noptimizer.lr = [1e30, 0.01, 0.001]")
+    file = write_study(tmp_path, dataset, "[grid]\noptimizer.lr = [1e30, 0.01, 0.001]")
     assert main([str(file), "--dry-run"]) == 0
     assert not (tmp_path / "runs").exists()
     assert main([str(file), "--at-once=2"]) == 1
     said = capsys.readouterr().out
-    assert "failed: lr=1e+30: exit code 2 after " in said
+    assert "failed: lr=1e+30: exit code 2: step 2: loss" in said
     assert "not finished: 1 of 3 runs" in said
     good = [tmp_path / "runs" / name for name in ("lr=0.01", "lr=0.001")]
     assert [how_it_ended(folder)["kind"] for folder in good] == ["finished", "finished"]
@@ -124,7 +127,11 @@ def test_a_failure_stops_no_other_run_and_is_tried_again(
         rows = {line["run"]: line for line in csv.DictReader(table)}
     for folder in good:
         line = rows[folder.name]
-        assert (line["state"], line["steps"], float(line["validation_loss"])) == ("finished", "4", validated(folder)[4])
+        assert (line["state"], line["steps"], float(line["validation_loss"])) == (
+            "finished",
+            "4.0",
+            validated(folder)[4],
+        )
     assert rows["lr=1e+30"]["state"] == "stopped"
     before = [content(folder) for folder in good]
     assert main([str(file)]) == 1
@@ -136,7 +143,7 @@ def test_a_failure_stops_no_other_run_and_is_tried_again(
 
 
 def test_a_stopped_sweep_goes_on_where_it_was(tmp_path: Path, dataset: Path) -> None:
-    file = write_sweep(tmp_path, dataset, "seeds = [0]", steps=300)
+    file = write_study(tmp_path, dataset, "seeds = [0]", steps=300)
     command = [sys.executable, "-m", "tools.sweep", str(file)]
     sweep = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     folder = tmp_path / "runs" / "seed=0"
@@ -154,16 +161,17 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path: Path, dataset: Path) -> 
     assert steps == list(range(1, 301)), "no step was trained twice"
 
 
-def finished_run(folder: Path, seconds: float, losses: list[float], **values: float) -> Run:
+def finished_run(folder: Path, seconds: float, losses: list[float], lr: float, seed: int) -> Run:
     """A run of 10 steps for each loss, of `seconds` each, recorded by hand."""
-    name = ",".join(f"{key}={value}" for key, value in values.items())
+    values = {"optimizer.lr": lr, "run.seed": seed}
+    name = name_values(values)
     config = from_dict({"run": {"folder": str(folder / name)}})
     lines = []
     for number, loss in enumerate(losses, start=1):
         lines.append(row(10 * number, loss=loss, step_seconds=seconds, interval_steps=10))
     write_run(folder / name, lines, config)
     record_exit(folder / name, {"kind": "finished"})
-    return Run(name, {"optimizer.lr": values["lr"], "run.seed": values["seed"]}, config)
+    return Run(values, config)
 
 
 def test_the_tables_of_a_sweep(tmp_path: Path) -> None:
@@ -173,15 +181,12 @@ def test_the_tables_of_a_sweep(tmp_path: Path) -> None:
         finished_run(tmp_path, 2.0, [5.0, 4.0], lr=0.1, seed=1),
         finished_run(tmp_path, 1.0, [5.5, 4.5, 2.5], lr=0.2, seed=0),
     ]
-    by_loss, best = tabulate(read_results(runs), runs)
-    assert list(by_loss.head) == [
-        *("optimizer.lr", "finished", "loss", "± of seeds"),
-        *("at 20 steps", "at 2,000 tokens", "at 30 seconds"),
-    ]
+    table = tabulate(*read_results(runs))
+    amounts = ["at 20 steps", "at 2,000 tokens", "at 30 seconds"]
+    assert (table.title, list(table.head)) == ("By loss", ["values", "runs", "at the end", "±", *amounts])
     # At 30 seconds the first has 15 steps, the second 30.
-    deviation = statistics.stdev([3.0, 4.0])
-    assert by_loss.rows == [
-        ["0.2", "1 of 1", 2.5, None, 4.5, 4.5, 2.5],
-        ["0.1", "2 of 2", 3.5, deviation, 3.5, 3.5, statistics.fmean([3.5, 4.5])],
+    deviation = pytest.approx(statistics.stdev([3.0, 4.0]))
+    assert table.rows == [
+        ["lr=0.2", 1, "2.5000 *", "–", "4.5000", "4.5000", "2.5000 *"],
+        ["lr=0.1", 2, "3.5000", deviation, "3.5000 *", "3.5000 *", "4.0000"],
     ]
-    assert [line[1] for line in best.rows] == ["lr=0.2", "lr=0.1", "lr=0.1", "lr=0.2"]
