@@ -435,6 +435,9 @@ class Validation:
     answers: tuple[FolderOrS3, ...] = ()
     """Files of JSON lines with `prompt` and `answer`, or prepared folders of tuning data, whose answers' bits per byte
     to measure, all of them. Reported by the name of the file or folder."""
+    average: Count = 0
+    """Also measure the mean of the weights in the last so many checkpoints, or as many as there are, as NAME/average.
+    0: do not."""
     sample_prompt: str = ""
     """Text that the model continues every `interval` steps, and at the end of the run."""
     sample_tokens: Count = 0

@@ -53,7 +53,7 @@ from run.folder import check_run_folder
 from run.processes import LaunchEnvironment, launch_environment, set_timeout
 from run.profiling import check_profiling
 from run.run import TrainingRun, run_and_leave
-from validate import check_sample, show_sample, validate_all
+from validate import check_sample, show_sample, validate_all, validate_average
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +195,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             if due(step, config.validation.interval, steps):
                 metrics.check_finite()
                 figures = validate_all(run, parts, compute, step, answers)
+                if figures and config.validation.average:
+                    figures |= validate_average(run, checkpoint, refresh_weights, parts, compute, step, answers)
                 metrics.log_validation(step, figures, data.tokens_seen)
                 show_sample(run, parts)
                 metrics.restart_clock()

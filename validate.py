@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import config as settings
+from checkpoint.manager import CheckpointManager
 from config import Config, ConfigError, command_line
 from data.answers import Answers, load_answers, name_sets
 from data.loader import Batch, validation_batches
@@ -90,6 +92,22 @@ def validate_all(
         for key, value in _figures(total, answer_bytes).items():
             figures[f"{key}/{name}".rstrip("/")] = value
     return figures
+
+
+def validate_average(
+    run: TrainingRun, checkpoint: CheckpointManager, refresh_weights: Callable[[], None], *of_model: Any
+) -> dict[str, float]:
+    """The figures of the mean of the last checkpoints' weights, as NAME/average; {} without a checkpoint. Collective.
+
+    `of_model`: parts and so on, as for `validate_all`.
+    """
+    figures: dict[str, float] = {}
+    with checkpoint.averaged(run.config.validation.average) as found:
+        if found:
+            refresh_weights()
+            figures = validate_all(run, *of_model)
+    refresh_weights()
+    return {f"{name}/average": value for name, value in figures.items()}
 
 
 def sum_batches(

@@ -32,6 +32,10 @@ def check_settings(config: Config) -> None:
     if settings.keep_best and not config.validation.enable:
         needed = "validation.enable = true, and data that holds documents out"
         raise ConfigError(f"checkpoint.keep_best = true: needs {needed}")
+    average = config.validation.average
+    if average and not (settings.enable and (settings.keep >= average or settings.keep == 0)):
+        needed = f"needs checkpoint.enable = true, and checkpoint.keep = {average} or more, or 0"
+        raise ConfigError(f"validation.average = {average}: {needed}")
     saves = settings.interval
     validations = config.validation.interval
     if settings.keep_best and max(saves, validations) % min(saves, validations):

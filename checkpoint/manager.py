@@ -19,12 +19,23 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_map
 
 from checkpoint import CheckpointError, files, loading
+from checkpoint.averaging import local_part, read_average
 from checkpoint.branch import Parent, find_fork, read_parent, record_parent, split_place
 from checkpoint.checks import check_shared
 from checkpoint.companions import declared_by
 from checkpoint.files import State, WritePlan, Written, read_state
 from checkpoint.loading import load_newest, locate
-from checkpoint.manifest import Manifest, Opened, commit, committed, copy_commit, finished, new_checkpoint_name, step_of
+from checkpoint.manifest import (
+    Manifest,
+    Opened,
+    commit,
+    committed,
+    copy_commit,
+    finished,
+    new_checkpoint_name,
+    open_checkpoint,
+    step_of,
+)
 from checkpoint.owner import Start, check_claim, new_start, read_known, record_known, run_name
 from checkpoint.ranks import Ranks
 from checkpoint.retention import Retention, check_room
@@ -220,6 +231,36 @@ class CheckpointManager:
         for kind, value in random_states.items():
             device = torch if kind == "cpu" else torch.get_device_module(kind)
             device.set_rng_state(value)
+
+    @contextmanager
+    def averaged(self, count: int) -> Iterator[int]:
+        """Inside, the model has the mean of the weights in the newest `count` checkpoints; yields of how many.
+
+        Its own weights wait on the host, and are the same bit for bit afterwards. 0: the run has no checkpoint yet, or
+        one could not be read, which is logged; the weights are then not to be used. Waits for a save under way.
+        """
+        tensors = model_tensors(self.model)
+        found = 0
+        with self.section("load"), torch.no_grad():
+            self.wait()
+            own = {name: local_part(tensor).to("cpu", copy=True) for name, tensor in tensors.items()}
+            try:
+                newest = self.ranks.from_rank_0(partial(self._open_newest, count))
+                if newest:
+                    factors = [1 / len(newest)] * len(newest)
+                    self.ranks.together(partial(read_average, newest, factors, tensors, self.on_progress))
+                    found = len(newest)
+            except TitaniteError as error:
+                logger.warning(f"no figures of the mean of checkpoints: {error}")
+        try:
+            yield found
+        finally:
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    local_part(tensor).copy_(own[name])
+
+    def _open_newest(self, count: int) -> list[Opened]:
+        return [open_checkpoint(self.store, name) for name in committed(self.store)[:count]]
 
     # ------------------------------------------------------------ save
 

@@ -39,7 +39,9 @@ from parallel.pipeline import Compute
 from storage import open_store
 from tests.corpus import stored_blocks, write_dataset
 from tests.harness import run_ranks
+from tests.runs import column, final_weights, flat, launch, read, same, validated
 from tests.unit.test_data_tuning import folder as tuning  # noqa: F401
+from tools.average import main as average
 from tools.compare import read_run
 from tools.hf import export_model
 from train import train
@@ -290,6 +292,73 @@ def test_answers_are_measured_as_transformers_and_the_harness_would(
         assert found[f"bits_per_byte/{place.stem}"] == pytest.approx(expected[place.stem], rel=1e-5)
         assert line.startswith(f"{place.stem}  {expected[place.stem]:.4f} bits per byte of answers")
     assert {f"bits_per_byte/{place.stem}" for place in places} <= {*read_run(run)[0]}, "curves of the compare page"
+
+
+AVERAGED = {
+    "FSDP 2, tied": (["--model.tie_embeddings=true"], 1e-5),
+    "TP 2": (["--parallelism.tp=2"], 1e-5),
+    "PP 2": (["--parallelism.pp=2", "--checkpoint.mode=async"], 1e-5),
+    "float8": (["--float8.enable", "--float8.filter=all"], 2e-2),
+}
+
+
+@pytest.mark.parametrize("split", AVERAGED)
+def test_the_mean_of_checkpoints_is_measured_and_changes_no_bit_of_the_training(
+    split: str, small: tuple[str, ...], dataset: Path, tmp_path: Path
+) -> None:
+    words, tolerance = AVERAGED[split]
+    words = [*small, *words, "--training.steps=7", "--checkpoint.interval=2", "--validation.interval=1"]
+    plain, run, out = (tmp_path / name for name in ("plain", "run", "mean"))
+    launch(2, plain, words)
+    launch(2, run, [*words, "--validation.average=2"])
+    assert column(run, "loss") == column(plain, "loss")
+    saved = [flat(final_weights(folder, tmp_path)) for folder in (run, plain)]
+    assert same(*saved)
+    rows = [row for row in read(run, "metrics.jsonl") if row["validation_loss"] is not None]
+    found = {row["step"]: row.get("validation_loss/average") for row in rows}
+    assert found[1] is None
+    assert found[3] == pytest.approx(validated(plain)[2], rel=1e-6), "of the only one"
+    average([f"{run}@6", f"{run}@7", str(out)])
+    trained = load_trained(str(out), device=torch.device("cpu"), dtype=torch.float32)
+    config = load_config([*small, "--validation.max_samples=8"])
+    nats, tokens, _ = measure(trained, config).tolist()
+    assert found[7] == pytest.approx(nats / tokens, rel=tolerance)
+    assert rows[-1]["bits_per_byte/average"] < rows[-2]["bits_per_byte/average"]
+
+
+def test_a_damaged_checkpoint_ends_no_run_that_measures_means(
+    small: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [*small, "--checkpoint.interval=1", "--validation.interval=1", "--validation.average=3"]
+    launch(1, tmp_path, [*words, "--training.steps=3"])
+    for file in tmp_path.glob("checkpoints/step-00000002-*/*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    launch(1, tmp_path, [*words, "--training.steps=5"])
+    assert "no figures of the mean of checkpoints: " in capfd.readouterr().err
+    rows = [row for row in read(tmp_path, "metrics.jsonl") if row["validation_loss"] is not None]
+    assert ["validation_loss/average" in row for row in rows] == [True, True, True, False, True]
+
+
+def test_an_average_has_the_weighted_mean_of_its_checkpoints(
+    small: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And a run begins from it."""
+    run, out = tmp_path / "run", tmp_path / "mean"
+    words = [*small, "--training.steps=3", "--checkpoint.interval=1"]
+    launch(1, run, words)
+    average([f"{run}@{step}" for step in (1, 2, 3)] + [str(out), "--weights=1,1,2"])
+    trained = [trained_model(Path(f"{run}@{step}")).state_dict() for step in (1, 2, 3)]
+    for name, weight in trained_model(out).state_dict().items():
+        one, two, three = (weights[name].double() for weights in trained)
+        assert torch.equal(weight, ((one + two + 2 * three) / 4).float()), name
+    launch(1, tmp_path / "next", [*words, f"--checkpoint.initial_load={out}", "--training.steps=1"])
+    launch(1, tmp_path / "other", [*words, "--model.n_layers=1", "--training.steps=1"])
+    with pytest.raises(CheckpointError, match=r"another model than .* n_layers is 1 there and 2 here"):
+        average([str(tmp_path / "other"), str(run), str(tmp_path / "mixed")])
+    with pytest.raises(ConfigError, match=r"--weights 1\.0,2\.0: must be a number for each of 3"):
+        average([str(run), str(run), str(run), str(tmp_path / "mixed"), "--weights=1,2"])
+    with pytest.raises(CheckpointError, match="mean: exists"):
+        average([str(run), str(out)])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from tests.runs import launch
 from tests.unit.test_follow import followed, score_of, settings  # noqa: F401
 from tests.unit.test_llama import FAMILIES, SMALL
 from tools import follow as module
+from tools.average import main as average
 from tools.hf import export_model
 from tools.hf import main as checkpoint_hf
 from validate import main as validate
@@ -33,7 +34,8 @@ def test_a_checkpoint_on_s3_generates_and_is_measured(
         texts.append([json.loads(line) for line in capsys.readouterr().out.splitlines()])
     assert texts[0] == texts[1]
     assert len(texts[0]) == 2
-    export_model(f"{bucket}/models/imported", tmp_path / "back", dtype="float32")
+    average([str(tmp_path / "imported"), f"{bucket}/models/imported", f"{bucket}/models/mean"])
+    export_model(f"{bucket}/models/mean", tmp_path / "back", dtype="float32")
     back = LlamaForCausalLM.from_pretrained(tmp_path / "back").state_dict()
     assert all(torch.equal(back[name], weight) for name, weight in model.state_dict().items())
     other = write_dataset(tmp_path / "other", [[[1, 2, 0]]], [[3, 4, 0]])

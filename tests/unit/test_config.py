@@ -291,6 +291,7 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
         1,
         "checkpoint.interval = 20 and validation.interval = 30: one must be a multiple of the other",
     ),
+    (["--validation.average=3"], 1, "validation.average = 3: needs .* checkpoint.keep = 3 or more, or 0"),
     (["--checkpoint.branch_from=a@best"], 1, "branch_from = 'a@best': a later start could find another"),
     (["--checkpoint.folder=./x", "--checkpoint.upload=y/../x"], 1, "is checkpoint.folder itself"),
     (["--checkpoint.branch_from=a", "--checkpoint.initial_load=b"], 1, "two ways to begin"),
