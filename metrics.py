@@ -40,7 +40,8 @@ PEAK_FLOPS = (
     ("MI300X", 1300e12),
 )
 
-# Field of a row → its group in trackers, "" for none. Other fields, such as terms of the loss, are in train/.
+# Field of a row → its group in trackers, which sort groups by name; "" for none. Other fields, such as terms of the
+# loss, are in train/.
 FIELDS = {
     "step": "",
     "loss": "train/",
@@ -49,12 +50,12 @@ FIELDS = {
     "grad_norm": "train/",
     "lr": "train/",
     "tokens": "train/",
-    "tps": "speed/",
-    "mfu": "speed/",
-    "tflops": "speed/",
-    "memory_gib": "speed/",
-    "data_wait_pct": "speed/",
-    "step_seconds": "speed/",
+    "tps": "train_speed/",
+    "mfu": "train_speed/",
+    "tflops": "train_speed/",
+    "memory_gib": "train_speed/",
+    "data_wait_pct": "train_speed/",
+    "step_seconds": "train_speed/",
     "interval_steps": "",
     "skipped": "train/",
     "time": "",
@@ -199,12 +200,12 @@ def wandb_id(folder: Path) -> str:
 
 
 def grouped(row: Mapping[str, float | None]) -> dict[str, float]:
-    """The known figures of a row, under the groups `train/`, `layers/`, `valid/` and `speed/` of trackers."""
+    """The known figures of a row, under groups of trackers: `train/`, `train_layers/`, `train_speed/`, `valid/`."""
     figures = {}
     for name, value in row.items():
         group = FIELDS.get(name.partition("/")[0], "train/")
         if "_norm/" in name:
-            group = "layers/"
+            group = "train_layers/"
         if group and value is not None:
             figures[group + name.removeprefix("validation_")] = value
     return figures

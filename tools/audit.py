@@ -187,7 +187,10 @@ def prove(run: Path) -> list[str]:
     for dataset in datasets:
         size = dataset.split("train").total_tokens
         epochs, rest = divmod(end.consumed.get(dataset.hash, 0), size)
-        lines.append(f"{dataset.url}: each of its {size:,} tokens x {epochs}, and {rest:,} of epoch {epochs + 1}")
+        seen = f"{rest:,} of its {size:,} tokens, each once"
+        if epochs:
+            seen = f"each of its {size:,} tokens x {epochs}, and {rest:,} of epoch {epochs + 1}"
+        lines.append(f"{dataset.url}: {seen}")
     if is_cut:
         lines.append(f"step {len(steps) + 1} left out: some ranks had not begun it when the run ended")
     return lines + _origins(run)

@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from config import TitaniteError, command_line
-from metrics import configure_logging
+from metrics import configure_logging, quiet_noisy_loggers
 from models.trained import add_place_arguments
 from parallel.device import device_type
 from tools.follow import follow
@@ -77,5 +77,6 @@ def check_harness(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    quiet_noisy_loggers()  # from torchao, which transformers imports
     with command_line():
         sys.exit(main(sys.argv[1:]))

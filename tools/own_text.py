@@ -18,6 +18,7 @@ from data.sources import File, Found, documents, list_files, plan_units
 
 MAX_CHARACTERS = 4000  # of a piece of text
 HELD_OUT_PIECES = 8  # of a small text; of others a share
+FEW_TOKENS = 20_000  # below so many held-out ones, figures are rough
 SHARES = (0.02, 0.3)  # least and most that is held out
 PROMPT_BYTES = 40  # of the sample's prompt, which must be shorter than a sequence
 
@@ -39,11 +40,15 @@ def prepare_own_text(sources: Sequence[str]) -> list[str]:
         splits = open_dataset(folder).splits
         if splits["validation"].total_tokens > splits["train"].total_tokens:  # by chance: little text, or equal pieces
             prepare(_pieces(files), folder, validation_fraction=0, overwrite=True)
+        held_out = open_dataset(folder).splits["validation"].total_tokens
+        print(f"{folder}: documents are pieces of up to {MAX_CHARACTERS:,} characters, so that a batch has many")
+        if held_out < FEW_TOKENS:
+            print(f"warning: {held_out:,} tokens are held out, too few for a steady figure: more text helps")
     wanted = [f"--data.datasets={json.dumps([folder])}"]
     prompt = _first_words(files)
     if prompt:
         wanted.append(f"--validation.sample_prompt={prompt}")
-    if not open_dataset(folder).splits["validation"].total_tokens:
+    if not held_out:
         wanted.append("--validation.enable=false")
     return wanted
 

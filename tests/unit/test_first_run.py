@@ -139,7 +139,9 @@ def test_own_text_is_prepared_once_and_again_if_it_changes(
     )
     assert 0.02 < validation / (train + validation) < 0.5
     assert prepare_own_text(["my text.txt"]) == [first, prompt]
-    assert capsys.readouterr().out == "", "only settings go to the run script"
+    said = capsys.readouterr()
+    assert said.out == "", "only settings go to the run script"
+    assert f"warning: {validation:,} tokens are held out" in said.err
     loader = DataLoader(load_config([first, "--training.seq_len=64", "--training.local_batch_size=2"]), 0, 1)
     often = -(-11 * train // 128)  # steps, of 128 tokens
     assert "more text" in loader.describe(often)

@@ -170,7 +170,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     losses = [(event.step, event.value) for event in shown.Scalars("train/loss")]
     assert losses == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 7.0), (5, 8.0), (7, 12.0)]
     assert [event.step for event in shown.Scalars("train/skipped")] == [6]
-    assert {"speed/tps", "train/lr", "valid/loss", "valid/loss/code"} <= set(shown.Tags()["scalars"])
+    assert {"train_speed/tps", "train/lr", "valid/loss", "valid/loss/code"} <= set(shown.Tags()["scalars"])
     assert b"warmup_steps = 20" in shown.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
