@@ -29,7 +29,6 @@ from storage import DamagedError, OutageError, Store
 from storage.records import open_records, read_records
 from tools.hf import export_opened
 
-Row = dict[str, Any]
 SCORES = "scores.jsonl"
 
 logger = logging.getLogger(__name__)
@@ -44,6 +43,8 @@ def follow(arguments: argparse.Namespace, asked: str, command: Callable[[Path], 
     output = Path(arguments.output_path or run / "scores")
     exports = output / f"exports-{sha256(asked.encode())[:8]}"
     logger.info(f"{run}: following it, with a look every {arguments.poll_seconds:g} s")
+    if not (run / "config.toml").is_file():
+        logger.info(f"{run}: no run has begun there yet, waiting for one")
     while not (run / "config.toml").is_file():  # before that its folder must hold nothing
         time.sleep(arguments.poll_seconds)
     exports.mkdir(parents=True, exist_ok=True)
@@ -143,7 +144,7 @@ def evaluate(command: list[str], results: Path) -> dict[str, float]:
     return scores
 
 
-def report(rows: Sequence[Row], scores: Mapping[str, float], output: Path, last: int) -> None:
+def report(rows: Sequence[dict[str, Any]], scores: Mapping[str, float], output: Path, last: int) -> None:
     """Log the `scores` of the last row, with their spread over the `last` steps; add it to TensorBoard and the file."""
     from torch.utils.tensorboard import SummaryWriter  # takes a second to load
 

@@ -16,8 +16,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from checkpoint.loading import locate
+from config import TitaniteError
+from run.folder import hold
+from storage import OutageError
 from storage.records import read_records
 from tests.corpus import write_dataset
 from tests.runs import SMALL, content, launch
@@ -37,6 +41,8 @@ if (tests / "kill").exists():
     os.kill(os.getppid(), signal.SIGKILL)
     signal.sigwait([signal.SIGALRM])
     alive.write(b"still there")
+if (tests / "fail").exists():
+    sys.exit("out of memory")
 digits = int(hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest(), 16) % 10**6
 figures = {"alias": "t", "acc,none": digits, "acc_stderr,none": 0.5, "ppl,strict": float("inf")}
 found = {"results": {"t": figures, "t_part": figures}, "group_subtasks": {"t": ["t_part"], "t_part": []}}
@@ -96,6 +102,8 @@ def test_a_run_that_has_ended_is_evaluated_to_its_end_and_not_touched(
     assert [key for key in rows[0] if key.startswith("scores/")] == ["scores/t/acc"], "neither parts nor infinity"
     line = f"step 4  t/acc {scores[3]:.4f}  last 3: {mean(scores[1:]):.4f} ± {stdev(scores[1:]):.4f}"
     assert line in caplog.messages
+    board = EventAccumulator(str(run / "scores" / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("scores/t/acc")] == [*enumerate(scores, start=1)]
     assert followed(run) == rows, "once each"
     assert len(followed(run, asked="t 5-shot")) == 8
     charts = read_charts(run)
@@ -211,3 +219,44 @@ def test_a_run_ends_unless_a_scheduler_starts_it_again(tmp_path: Path, record: s
     if record is not None:
         (tmp_path / "exit.json").write_text(record)
     assert has_ended(tmp_path) is ended
+
+
+def test_an_outage_of_the_store_is_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [OutageError("away")] * 2
+    read = module.open_checkpoint
+
+    def read_later(store: Any, name: str) -> Any:
+        if answers and name == last:
+            raise answers.pop()
+        return read(store, name)
+
+    last = max(name for _, name in locate(run))
+    monkeypatch.setattr(module, "open_checkpoint", read_later)
+    assert [row["step"] for row in followed(run)] == [1, 2, 3, 4]
+
+
+def test_after_a_failure_of_the_harness_it_goes_on(run: Path) -> None:
+    (run.parent / "fail").touch()
+    with pytest.raises(TitaniteError, match=r"step-00000001-.*/lm-eval.log: lm-eval ended with exit code 1; start"):
+        followed(run)
+    (log,) = (run / "scores").glob("step-*/lm-eval.log")
+    assert "out of memory" in log.read_text()
+    (run.parent / "fail").unlink()
+    assert len(followed(run)) == 4
+
+
+def test_two_followers_do_not_add_scores_to_one_folder(run: Path) -> None:
+    (run / "scores").mkdir()
+    asked, told = os.pipe()
+    pid = os.fork()
+    if not pid:
+        hold(run / "scores" / ".following")
+        os.write(told, b".")
+        signal.pause()
+    os.read(asked, 1)
+    with pytest.raises(TitaniteError, match=f"process {pid} adds scores there already"):
+        followed(run)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert len(followed(run, output_path=str(run / "scores-2"))) == 0
+    assert len(read_records(run / "scores-2" / "scores.jsonl")) == 4
