@@ -9,7 +9,7 @@
     [set]                                    # for all runs
     validation.max_samples = 0
     [rule]
-    parameters = 108e6                       # N0. A model of N parameters, without embeddings, has
+    parameters = 108e6                       # N0. A model of N parameters, without the embedding, has
     batch = 327_680                          # tokens a step: these times (N / N0)^batch_power
     rate = 2.35e-3                           # peak rate: this times (N / N0)^rate_power
     warmup = 1                               # tokens of the warm-up: this times N
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from config import Config, ConfigError, command_line
 from data.shards import open_dataset
@@ -83,7 +84,7 @@ def plan_size(
     """The trunk of a size, and its branches with their points. Raises ConfigError."""
     config = study.run({}, own).config
     point = {"size": size, **apply_rule(config, rule)}
-    sequences = point["batch"] // config.training.seq_len
+    sequences = point["batch"] // config.training.max_seq_len
     # The trunk keeps a checkpoint at the first fork and at each of its multiples.
     first = (1 - decay) * multiples[0] * point["parameters"] / point["batch"]
     saves = max(1, round(first / config.checkpoint.interval))
@@ -124,20 +125,22 @@ def apply_rule(config: Config, rule: Mapping[str, float]) -> Point:
     """What the rule gives a config's model, which is counted. Raises TitaniteError."""
     spec, flavor = find_model(config.model, open_dataset(config.data.datasets[0]).vocab_size)
     model: Any = build_model(spec, flavor)
-    shapes = [parameter.shape for parameter in model.parameters()]
-    parameters = sum(shape.numel() for shape in shapes if shape[0] != flavor.vocab_size)  # no embeddings
+    parameters = 0
+    for module in model.modules():
+        if not isinstance(module, nn.Embedding):
+            parameters += sum(parameter.numel() for parameter in module.parameters(recurse=False))
     growth = parameters / rule["parameters"]
     training = config.training
-    wanted = rule["batch"] * growth ** rule["batch_power"] / training.seq_len
+    wanted = rule["batch"] * growth ** rule["batch_power"] / training.max_seq_len
     # Whole microbatches, or a smaller one.
     unit = int(rule["sequences"]) or min(training.local_batch_size, max(1, round(wanted)))
-    batch = unit * max(1, round(wanted / unit)) * training.seq_len
+    batch = unit * max(1, round(wanted / unit)) * training.max_seq_len
     return {
         "parameters": parameters,
         "batch": batch,
         "rate": rule["rate"] * growth ** rule["rate_power"],
         "warmup_steps": max(1, round(rule["warmup"] * parameters / batch)),
-        "flops_per_token": model.flops_per_token(training.seq_len),
+        "flops_per_token": model.flops_per_token(training.max_seq_len),
     }
 
 
@@ -192,7 +195,7 @@ def write_results(study: Study, runs: Sequence[Run], points: list[Point]) -> Non
     write_atomically(study.folder / "ladder.json", json.dumps({"fits": fits, "points": points}, indent=1).encode())
     constants = {name: f"{fit['limit']:.4g} + A x FLOPs^-{fit['exponent']:.4g}" for name, fit in fits.items()}
     note = f"Loss by the fit: {constants['all']}, by that without the largest size, which predicts it: "
-    note += f"{constants['others']}; A by multiple, the tokens per parameter. parameters: without embeddings."
+    note += f"{constants['others']}; A by multiple, the tokens per parameter. parameters: without the embedding."
     head = [key for key in points[-1] if key != "flops_per_token"]
     table = Table("Ladder", head, [[point.get(key, "–") for key in head] for point in points], note)
     groups = {run.folder: run.values["size"] for run in runs}

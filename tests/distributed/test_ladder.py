@@ -16,7 +16,7 @@ LADDER = """
 multiples = {multiples}
 decay = 0.25
 [rule]
-parameters = 2000
+parameters = 5000
 batch = 64
 rate = 0.01
 warmup = 0.02
@@ -28,34 +28,34 @@ SIZES = {name: f"{{model.dim = {dim}, model.hidden_dim = {3 * dim}, model.n_head
          for name, dim in (("a", 8), ("b", 12), ("c", 16), ("d", 24))}  # fmt: skip
 
 
-def write_ladder(folder: Path, dataset: Path, multiples: str = "[0.5, 1]", rule: str = "", sizes: int = 4) -> Path:
+def write_ladder(folder: Path, dataset: Path, multiples: str = "[0.1, 0.2]", rule: str = "", sizes: int = 4) -> Path:
     rows = [f"{name} = {size}" for name, size in list(SIZES.items())[:sizes]]
     text = LADDER.format(multiples=multiples, rule=rule, sizes="\n".join(rows))
     return write_study(folder, dataset, text)
 
 
 def count(dim: int) -> int:
-    """The parameters without embeddings of one layer: wq, wk, wv, wo; w1, w2, w3; three norms."""
-    return 4 * dim * dim + 3 * dim * 3 * dim + 3 * dim
+    """The parameters of one layer, without the embedding: wq, wk, wv, wo; w1, w2, w3; three norms; the output."""
+    return 4 * dim * dim + 3 * dim * 3 * dim + 3 * dim + 512 * dim
 
 
 def test_what_the_rule_gives(tmp_path: Path, dataset: Path) -> None:
     study, runs, points = read_ladder(write_ladder(tmp_path, dataset))
-    assert [(point["size"], point["multiple"]) for point in points] == [(s, m) for s in "abcd" for m in (0.5, 1)]
+    assert [(point["size"], point["multiple"]) for point in points] == [(s, m) for s in "abcd" for m in (0.1, 0.2)]
     assert [point["parameters"] for point in points[::2]] == [count(dim) for dim in (8, 12, 16, 24)]
     largest = points[-1]
-    growth = count(24) / 2000
-    # 64 x 3.83^(2/3) = 156.6 tokens are 4.9 sequences of 32: whole microbatches of 2, so 4.
-    assert (largest["batch"], largest["rate"]) == (128, pytest.approx(0.01 * growth ** (-1 / 3)))
-    assert largest["warmup_steps"] == round(0.02 * count(24) / 128) == 1
-    # The first decay begins at 0.75 x 0.5 x 7,560 / 128 = 22.1 steps: 6 intervals of 4 in the config give 24.
+    growth = count(24) / 5000
+    # 64 x 3.97^(2/3) = 160 tokens are 5.02 sequences of 32, and 6 the nearest whole microbatches of 2.
+    assert (largest["batch"], largest["rate"]) == (192, pytest.approx(0.01 * growth ** (-1 / 3)))
+    assert largest["warmup_steps"] == round(0.02 * count(24) / 192) == 2
+    # The first decay begins at 0.75 x 0.1 x 19,848 / 192 = 7.8 steps: 2 saves, 4 steps apart, give 8.
     assert runs[0].name == "size=d"
     trunk = runs[0].config
-    assert (trunk.training.steps, trunk.lr_scheduler.decay_fraction, trunk.checkpoint.keep_every) == (48, 0.0, 24)
-    branch = next(run for run in runs if run.name == "size=d,multiple=1")
-    assert branch.config.checkpoint.branch_from == f"{study.folder}/size=d@48"
-    assert (branch.config.training.steps, branch.config.lr_scheduler.decay_steps, branch.after) == (64, 16, "size=d")
-    assert largest["tokens"] == 64 * 128
+    assert (trunk.training.steps, trunk.lr_scheduler.decay_fraction, trunk.checkpoint.keep_every) == (16, 0.0, 8)
+    branch = next(run for run in runs if run.name == "size=d,multiple=0.2")
+    assert branch.config.checkpoint.branch_from == f"{study.folder}/size=d@16"
+    assert (branch.config.training.steps, branch.config.lr_scheduler.decay_steps, branch.after) == (21, 5, "size=d")
+    assert largest["tokens"] == 21 * 192
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_the_rule_gives(tmp_path: Path, dataset: Path) -> None:
         ({"rule": "rate_power = 0.0\nsequences = 3"}, "size=a: training.global_batch_size = 3"),
         ({"multiples": "[2, 3]"}, "multiples, each one of the first"),
         ({"multiples": "[]"}, "multiples, each one of the first"),
-        ({"multiples": "[0.01]"}, "sizes.a: too short: warms up to step 1, decays from 1 to 1"),
+        ({"multiples": "[0.001]"}, "sizes.a: too short: warms up to step 2, decays from 1 to 1"),
         ({"sizes": 3}, "has 3; to fit some and predict one takes 4"),
     ],
 )
@@ -91,13 +91,13 @@ def test_the_fit_finds_known_constants(limit: float) -> None:
 
 
 def test_a_small_ladder(tmp_path: Path, dataset: Path) -> None:
-    file = write_ladder(tmp_path, dataset, multiples="[0.5]")
+    file = write_ladder(tmp_path, dataset, multiples="[0.1]")
     assert main([str(file), "--at-once=2"]) == 0
     folder = tmp_path / "runs"
     found = json.loads((folder / "ladder.json").read_text())
     for point in found["points"]:
         trunk = folder / f"size={point['size']}"
-        branch = folder / f"size={point['size']},multiple=0.5"
+        branch = folder / f"size={point['size']},multiple=0.1"
         steps = point["tokens"] // point["batch"]
         parent = read_parent(branch)
         assert parent is not None
