@@ -1,7 +1,7 @@
 """Norms of gradients, weights and updates per layer, in any layout, by one collective."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,67 +17,56 @@ KINDS = ("grad_norm", "weight_norm", "update_norm")
 
 def layer_of(name: str) -> str:
     """The layer of a weight: `layers.0` of a block's, otherwise its module, such as `tok_embeddings`."""
-    first, second, *_ = clean_name(name).split(".")
-    return f"{first}.{second}" if first == "layers" else first
+    return re.match(r"[^.]+\.\d+|[^.]+", clean_name(name))[0]  # type: ignore[index]
 
 
-@dataclass
 class LayerNorms:
-    """Measures a step: `begin` before gradients are clipped, `end` after the update. `layers` are the whole model's.
+    """Measures a step: `begin` before gradients are clipped, `end` after the update. In between it copies the weights.
 
-    In between it holds a copy of this rank's weights.
+    `layers` are the whole model's. Collectives are on `device`; weights may be on the host.
     """
 
-    layers: Sequence[str]
-    parts: list[nn.Module]
-    mesh: Mesh
-    dims: ParallelDims
-    device: torch.device  # of collectives; weights may be on the host
-
-    def __post_init__(self) -> None:
-        self.weights: list[Tensor] = []
-        numbers: list[int] = []  # of their layers
-        for part in self.parts:
+    def __init__(
+        self, layers: Sequence[str], parts: list[nn.Module], mesh: Mesh, dims: ParallelDims, device: torch.device
+    ):
+        self.layers = layers
+        self.weights: list[tuple[Tensor, int, float]] = []  # with the layer's number, and a share as of `_share`
+        for part in parts:
             for name, weight in part.named_parameters():
-                self.weights.append(weight)
-                numbers.append(self.layers.index(layer_of(name)))
-        self.numbers = torch.tensor(numbers, device=self.device)
-        self.copies = torch.tensor([self._copies(weight) for weight in self.weights], device=self.device)
-
-    def _copies(self, weight: Tensor) -> int:
-        """Ranks that hold the same part of a weight, of those that compute an update together."""
-        shards = 1
-        if isinstance(weight, DTensor):
-            for size, place in zip(weight.device_mesh.shape, weight.placements, strict=True):
-                shards *= 1 if place.is_replicate() else size
-        return self.mesh.fsdp.size() * self.mesh.tp.size() // shards
+                self.weights.append((weight, layers.index(layer_of(name)), _share(weight, mesh)))
+        self.squares = torch.zeros(dims.islands, len(KINDS), len(layers), dtype=torch.float64, device=device)
+        self.own = self.squares[dims.island(dist.get_rank())]
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Measure the gradients and keep the weights."""
-        self.grads = self._squares(weight.grad for weight in self.weights)
-        self.before = [local(weight).clone() for weight in self.weights]
+        """Measure the gradients and copy the weights."""
+        self.squares.zero_()
+        self.before = [local(weight).clone() for weight, *_ in self.weights]
+        for weight, layer, share in self.weights:
+            if weight.grad is not None:
+                self._add(0, layer, weight.grad, share)
 
     @torch.no_grad()
     def end(self) -> dict[str, Tensor]:
         """`grad_norm/LAYER` and so on, of all ranks, the means of islands; on the device. Collective."""
-        for old, weight in zip(self.before, self.weights, strict=True):
-            old.sub_(local(weight))
-        squares = torch.stack((self.grads, self._squares(self.weights), self._squares(self.before)))
+        for (weight, layer, share), old in zip(self.weights, self.before, strict=True):
+            self._add(1, layer, weight, share)
+            self._add(2, layer, old.sub_(local(weight)), share)
         self.before = []
-        shape = self.dims.islands, len(KINDS), len(self.layers)
-        of_layers = torch.zeros(shape, dtype=torch.float64, device=self.device)
-        of_layers[self.dims.island(dist.get_rank())].index_add_(1, self.numbers, squares / self.copies)
-        dist.all_reduce(of_layers)
-        norms = of_layers.sqrt().mean(0)
-        return {f"{kind}/{layer}": norms[i, j] for i, kind in enumerate(KINDS) for j, layer in enumerate(self.layers)}
+        dist.all_reduce(self.squares)
+        norms = self.squares.sqrt().mean(0).flatten()
+        names = [f"{kind}/{layer}" for kind in KINDS for layer in self.layers]
+        return dict(zip(names, norms, strict=True))
 
-    def _squares(self, tensors: Iterable[Tensor | None]) -> Tensor:
-        """The sum of squares of this rank's part of each tensor, in float64; 0 for None."""
-        norms = []
-        for tensor in tensors:
-            norm = torch.zeros((), dtype=torch.float64)
-            if tensor is not None:
-                norm = torch.linalg.vector_norm(local(tensor), dtype=torch.float64)
-            norms.append(norm.to(self.device, non_blocking=True))
-        return torch.stack(norms).square()
+    def _add(self, kind: int, layer: int, tensor: Tensor, share: float) -> None:
+        norm = torch.linalg.vector_norm(local(tensor), dtype=torch.float64)
+        self.own[kind, layer] += norm.to(self.own.device).square() * share
+
+
+def _share(weight: Tensor, mesh: Mesh) -> float:
+    """1 / the ranks that hold the same part of a weight, of those that compute an update together."""
+    parts = 1
+    if isinstance(weight, DTensor):
+        for size, place in zip(weight.device_mesh.shape, weight.placements, strict=True):
+            parts *= 1 if place.is_replicate() else size
+    return parts * mesh.pp.size() / mesh.size()

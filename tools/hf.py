@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -190,47 +190,70 @@ def import_model(folder: Path, place: str) -> None:
     Raises TitaniteError.
     """
     check_importable(folder)
-    store, name = new_checkpoint(place)
+    new_checkpoint(place)
     weights = find_weights(folder)
     family, flavor, raw = imported_flavor(folder, weights)
     spec = MODELS[family]
     assert spec.hf is not None
     model = build_model(spec, flavor)
     names = spec.hf.hf_names(flavor, weights.keys())
-    plan = plan_rows(typed_like_files(model, names, weights), PIECE_BYTES)
+    typed = typed_like_files(model, names, weights)
     companions = read_files(folder, COMPANIONS)
     facts: dict[str, Any] = {
         "step": 0,
-        "world_size": 1,
         "identity": {"name": family, **dataclasses.asdict(flavor)},
-        "dataloader": {},
         "imported": {"max_position_embeddings": 2048, **raw},
-        "companions": {file: sha256(content) for file, content in companions.items()},
     }
     if GENERATION in companions:
         facts["generation_config"] = json_object(companions[GENERATION], f"{folder}/{GENERATION}")
 
-    def read(item: WriteItem) -> Tensor:
+    def read(ours: str, rows: slice) -> Tensor:
+        return read_rows(weights, names[ours], rows)
+
+    def check() -> None:
+        load_place(place, lambda opened: compare_logits(folder, opened, model))
+
+    write_checkpoint(place, typed, read, companions, facts, check)
+    logger.info(f"  data:   python -m data.prepare --source TEXT --tokenizer {folder} --output datasets/NAME")
+    train = "./run_llama_train.sh train_configs/pretrained.toml"
+    logger.info(f"  train:  {train} --checkpoint.initial_load={place} --data.datasets=datasets/NAME")
+
+
+def write_checkpoint(
+    place: str,
+    weights: dict[str, Tensor],
+    read: Callable[[str, slice], Tensor],
+    companions: Mapping[str, bytes],
+    facts: Mapping[str, Any],
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Write weights alone as a checkpoint, piece by piece; `facts` are for its manifest. Raises TitaniteError.
+
+    `weights` gives names, shapes and types, `read` the rows of one. If that or the `check` of all fails, nothing stays.
+    """
+    store, name = new_checkpoint(place)
+    plan = plan_rows(weights, PIECE_BYTES)
+    digests = {file: sha256(content) for file, content in companions.items()}
+    facts = {"world_size": 1, "dataloader": {}, "companions": digests, **facts}
+
+    def read_item(item: WriteItem) -> Tensor:
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
         rows = slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
         bar.update()
-        return read_rows(weights, names[item.index.fqn.removeprefix("model.")], rows)
+        return read(item.index.fqn.removeprefix("model."), rows)
 
     try:
-        with tqdm(total=sum(map(len, plan.files)), desc="import", disable=None, leave=False) as bar:
-            written = write_items(store, name, 0, plan.files, read)
+        with tqdm(total=sum(map(len, plan.files)), desc="write", disable=None, leave=False) as bar:
+            written = write_items(store, name, 0, plan.files, read_item)
         for companion, content in companions.items():
             store.put(f"{name}/{companion}", content)
         commit(store, name, plan.metadata, [written], facts)
-        load_place(place, lambda opened: compare_logits(folder, opened, model))
+        check()
     except BaseException:
         with suppress(CheckpointError, StoreError):  # the first error says more
             store.remove([f"{name}/{MANIFEST}", *store.sizes(name)])
         raise
-    logger.info(f"  data:   python -m data.prepare --source TEXT --tokenizer {folder} --output datasets/NAME")
-    train = "./run_llama_train.sh train_configs/pretrained.toml"
-    logger.info(f"  train:  {train} --checkpoint.initial_load={place} --data.datasets=datasets/NAME")
 
 
 def check_importable(folder: Path) -> None:

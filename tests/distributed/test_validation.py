@@ -346,7 +346,7 @@ def test_an_average_has_the_weighted_mean_of_its_checkpoints(
     run, out = tmp_path / "run", tmp_path / "mean"
     words = [*small, "--training.steps=3", "--checkpoint.interval=1"]
     launch(1, run, words)
-    average([f"{run}@{step}" for step in (1, 2, 3)] + [str(out), "--weights=1,1,2"])
+    average([f"{run}@{step}" for step in (1, 2, 3)] + [str(out), "--weights", "1", "1", "2"])
     trained = [trained_model(Path(f"{run}@{step}")).state_dict() for step in (1, 2, 3)]
     for name, weight in trained_model(out).state_dict().items():
         one, two, three = (weights[name].double() for weights in trained)
@@ -355,8 +355,8 @@ def test_an_average_has_the_weighted_mean_of_its_checkpoints(
     launch(1, tmp_path / "other", [*words, "--model.n_layers=1", "--training.steps=1"])
     with pytest.raises(CheckpointError, match=r"another model than .* n_layers is 1 there and 2 here"):
         average([str(tmp_path / "other"), str(run), str(tmp_path / "mixed")])
-    with pytest.raises(ConfigError, match=r"--weights 1\.0,2\.0: must be a number for each of 3"):
-        average([str(run), str(run), str(run), str(tmp_path / "mixed"), "--weights=1,2"])
+    with pytest.raises(ConfigError, match=r"--weights \[1\.0, 2\.0\]: must be a number for each of 3"):
+        average([str(run), str(run), str(run), str(tmp_path / "mixed"), "--weights", "1", "2"])
     with pytest.raises(CheckpointError, match="mean: exists"):
         average([str(run), str(out)])
 
