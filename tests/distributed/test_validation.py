@@ -353,7 +353,7 @@ def test_an_average_has_the_weighted_mean_of_its_checkpoints(
         assert torch.equal(weight, ((one + two + 2 * three) / 4).float()), name
     launch(1, tmp_path / "next", [*words, f"--checkpoint.initial_load={out}", "--training.steps=1"])
     launch(1, tmp_path / "other", [*words, "--model.n_layers=1", "--training.steps=1"])
-    with pytest.raises(CheckpointError, match=r"another model than .* n_layers is 1 there and 2 here"):
+    with pytest.raises(CheckpointError, match="another model: n_layers is 1 there and 2 here"):
         average([str(tmp_path / "other"), str(run), str(tmp_path / "mixed")])
     with pytest.raises(ConfigError, match=r"--weights \[1\.0, 2\.0\]: must be a number for each of 3"):
         average([str(run), str(run), str(run), str(tmp_path / "mixed"), "--weights", "1", "2"])
