@@ -15,11 +15,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from checkpoint.branch import read_parent
-from config import TitaniteError, command_line, file_errors, tomllib
+from config import KINDS, TitaniteError, command_line, file_errors, tomllib
+from data.shards import digest
 from storage.records import output_file, read_records
 
 MAX_POINTS = 4000  # per curve: longer ones keep every n-th row
 NO_CURVE = ("step", "tokens", "interval_steps", "skipped", "time", "checkpoint", "asked")  # of a row: others are drawn
+OF_ONE_RUN = ("run.folder", "run.seed")
 Charts = dict[str, list[tuple[float, ...]]]  # field of metrics.jsonl → (step, tokens, hours, value) of its rows
 
 
@@ -53,8 +55,8 @@ def write_page(
 ) -> None:
     """Write the page that compares these runs, without those that have logged no step. Raises TitaniteError.
 
-    Runs of one group, such as seeds, share a colour and can be drawn as their mean. `ladder`: points and fit of
-    tools.ladder, drawn as loss against FLOPs.
+    Runs of one group share a colour and can be drawn as their mean; by default those that differ in nothing but
+    run.seed. `ladder`: points and fit of tools.ladder, drawn as loss against FLOPs.
     """
     charts: dict[Path, Charts] = {}
     settings = []
@@ -72,9 +74,9 @@ def write_page(
     )
     shown: list[dict[str, Any]] = []
     grouped = {folder.resolve(): group for folder, group in groups.items()}
-    for name, (folder, own) in zip(name_runs(list(charts)), charts.items(), strict=True):
+    for name, (folder, own), own_settings in zip(name_runs(list(charts)), charts.items(), settings, strict=True):
         thinned = {field: _thinned(points) for field, points in own.items()}
-        group = grouped.get(folder, str(folder))
+        group = grouped.get(folder) or _all_but_seed(own_settings) or str(folder)
         shown.append({"name": name, "group": group, "summary": summarize(own, found), "charts": thinned})
     data: dict[str, Any] = {"title": title, "runs": shown, "charts": found, "settings": differing_settings(settings)}
     data |= {"tables": [table._asdict() for table in tables], "ladder": ladder}
@@ -93,6 +95,12 @@ def read_run(folder: Path) -> tuple[Charts, dict[str, list[Any]]]:
     except (ValueError, KeyError, TypeError) as error:
         files = "metrics.jsonl, starts.jsonl or config.toml"
         raise TitaniteError(f"{folder}: its {files} is not as a run writes it: {error!r}") from None
+
+
+def _all_but_seed(settings: Mapping[str, list[Any]]) -> str:
+    """The same for runs that differ in no setting but run.seed; empty without settings."""
+    kept = {key: values[-1] for key, values in settings.items() if key in KINDS and key not in OF_ONE_RUN}
+    return digest(json.dumps(kept).encode())[:8] if kept else ""
 
 
 def read_charts(folder: Path) -> Charts:
