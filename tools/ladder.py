@@ -43,6 +43,7 @@ from tools.study import Run, Study, build_parser, conduct, report, write_csv
 
 NEEDED = ("parameters", "batch", "rate", "warmup")  # of the rule
 DEFAULTS = {"batch_power": 2 / 3, "rate_power": -1 / 3, "sequences": 0}  # powers of OLMo-core, by Porian et al. 2024
+RULED = ("training.steps", "training.epochs", "training.global_batch_size", "optimizer.lr", "lr_scheduler.warmup_steps")
 FEWEST_SIZES = 4  # one to predict, and three for the two unknowns that all multiples share
 EXPONENTS = np.geomspace(0.005, 2.0, 2000)  # tried for the fit
 Point = dict[str, Any]  # a decayed run: what the rule gave, then its loss and the fits'
@@ -82,6 +83,9 @@ def plan_size(
     study: Study, size: str, own: Mapping[str, Any], rule: Mapping[str, float], multiples: Sequence[float], decay: float
 ) -> tuple[Run, list[tuple[Run, Point]]]:
     """The trunk of a size, and its branches with their points. Raises ConfigError."""
+    for key in RULED:
+        if key in own or key in study.common:
+            raise ConfigError(f"{study.file}: sizes.{size}: {key}: follows from [rule], multiples and decay")
     config = study.run({}, own).config
     point = {"size": size, **apply_rule(config, rule)}
     sequences = point["batch"] // config.training.max_seq_len
@@ -97,6 +101,7 @@ def plan_size(
         )
     settings = {
         **own,
+        "training.epochs": 0,
         "training.local_batch_size": min(config.training.local_batch_size, sequences),
         "training.global_batch_size": sequences,
         "optimizer.lr": point["rate"],

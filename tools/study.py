@@ -110,17 +110,14 @@ class Study:
         self.common = self.settings("set", self.values.get("set", {}))
 
     def settings(self, place: str, table: Mapping[str, Any]) -> dict[str, Any]:
-        """Dotted key → value of a table of settings, whether a key such as optimizer.lr is quoted or not."""
+        """Dotted key → value of a table of settings."""
         found: dict[str, Any] = {}
         for section, entries in table.items():
-            if isinstance(entries, dict):
-                found |= {f"{section}.{name}": value for name, value in entries.items()}
-            else:
-                found[section] = entries
-        for key in found:
-            if key.count(".") != 1 or key in ("run.folder", "run.outputs"):
-                allowed = "a setting such as optimizer.lr; each run has a folder of its own below `folder`"
-                raise ConfigError(f"{self.file}: {place}: {key}: must be {allowed}")
+            if not isinstance(entries, dict):
+                raise ConfigError(f"{self.file}: {place}: {section}: must be a setting, as optimizer.lr without quotes")
+            found |= {f"{section}.{name}": value for name, value in entries.items()}
+        if "run.folder" in found:
+            raise ConfigError(f"{self.file}: {place}: run.folder: each run has a folder of its own below `folder`")
         return found
 
     def run(self, values: Mapping[str, Any], settings: Mapping[str, Any], after: str = "") -> Run:
@@ -143,7 +140,7 @@ def build_parser(kind: str, description: str) -> argparse.ArgumentParser:
     add = parser.add_argument
     add("file", type=Path, help=f"{kind}.toml")
     add("--at-once", type=int, default=0, metavar="N", help="most runs to train together; default: 1, with Slurm all")
-    add("--processes", type=int, default=0, metavar="N", help="of each run; default: one for each device it has")
+    add("--processes", type=int, default=0, metavar="N", help="of each run; default: one for each device here")
     add("--dry-run", action="store_true", help="check all, list the runs, write nothing")
     add("--page", action="store_true", help="train nothing, write the page of what is there")
     add("--slurm", metavar="OPTIONS", help='submit job arrays with options of sbatch, as --slurm="--nodes=1"')
@@ -156,11 +153,8 @@ def conduct(options: argparse.Namespace, folder: Path, runs: Sequence[Run]) -> d
     Returns why runs failed, by name; None if there is nothing to report yet.
     """
     at_once = max(options.at_once, 1)
-    counts = {}
-    for run in runs:
-        devices = torch.accelerator.device_count() // at_once
-        fitting = processes(run.config, devices or 1) if options.slurm is None else fewest_processes(run.config)
-        counts[run.name] = options.processes or fitting
+    devices = torch.accelerator.device_count() // at_once or 1
+    counts = {run.name: options.processes or processes(run.config, devices) for run in runs}
     check_runs(runs, counts)
     if options.dry_run:
         for run in runs:
@@ -232,12 +226,6 @@ def check_run(run: Run, world_size: int) -> Config:
     check_loss(config)
     spec.check_replacements(model, config, loss_chunks(config))
     return config
-
-
-def fewest_processes(config: Config) -> int:
-    """The least world size that the layout allows."""
-    layout = config.parallelism
-    return layout.pp * layout.dp_replicate * max(layout.dp_shard, 1) * layout.cp * layout.tp
 
 
 # -- running
@@ -351,7 +339,8 @@ def share_devices(at_once: int) -> list[dict[str, str]]:
     count = torch.accelerator.device_count()
     if not count:
         return [{"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // at_once))}] * at_once
-    devices = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = visible.split(",") if visible else list(map(str, range(count)))
     per_run = count // at_once or 1
     firsts = [number * per_run % count for number in range(at_once)]
     return [{"CUDA_VISIBLE_DEVICES": ",".join(devices[first : first + per_run])} for first in firsts]
