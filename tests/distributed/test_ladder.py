@@ -91,6 +91,12 @@ def test_the_fit_finds_known_constants(limit: float) -> None:
         assert fitted_loss(fit, point) == pytest.approx(point["loss"], rel=1e-3)
 
 
+def test_a_fit_has_no_negative_limit() -> None:
+    """Losses that fall faster and faster are no power of FLOPs; the nearest one has no limit."""
+    points = [{"multiple": 1, "flops": 10.0**i, "loss": loss} for i, loss in enumerate((6.0, 5.8, 5.0, 3.0), start=12)]
+    assert fit_losses(points)["limit"] == 0
+
+
 def test_a_small_ladder(tmp_path: Path, dataset: Path) -> None:
     file = write_ladder(tmp_path, dataset, multiples="[0.1]")
     assert main([str(file), "--at-once=2"]) == 0

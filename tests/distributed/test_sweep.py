@@ -91,6 +91,10 @@ def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
         ("[grid]\nmodel.n_kv_heads = [2, 3]", "n_kv_heads=3: model.flavor = 'tiny' with n_kv_heads=3"),
         ("[grid]\nmodel.dimm = [32]", "dimm=32: model.dimm: unknown key, also of the flavor; did you mean dim"),
         ("[grid]\ntraining.global_batch_size = [2, 3]", "global_batch_size=3: training.global_batch_size = 3"),
+        (
+            "[set]\nvalidation.enable = false\n[grid]\ncheckpoint.keep_best = [true]",
+            "keep_best=true: .*needs validation",
+        ),
         ("[grid]\nparallelism.tp = [1, 2]", "tp=2: .*world size"),
         ("[grid]\ndata.datasets = [['nowhere']]", "datasets=nowhere: .*nowhere"),
         ("[grid]\ncheckpoint.initial_load = ['nowhere']", "checkpoint.initial_load: nowhere"),
