@@ -138,11 +138,11 @@ def test_order_survives_every_change_between_two_steps(folders, phases):
 
 @pytest.mark.parametrize("prefetch_steps", [0, 3])
 def test_batches_follow_the_tokens_seen_whoever_reads_them(folders, prefetch_steps):
-    """Counted by hand: 8 steps of 4 x 7 tokens until 200 are seen, 3 of 12 x 7 until 450 are; none of 4 fits to 460."""
+    """Counted by hand: 8 steps of 4 x 7 tokens until 224 are seen, 3 of 12 x 7 until 450 are; none of 4 fits to 460."""
     by_hand = [4] * 8 + [12] * 3 + [24] * 2
 
     common = {"training__seq_len": 7, "data__mask_documents": True, "data__prefetch_steps": prefetch_steps}
-    scheduled = {"training__global_batch_size": "4@0, 12@200, 4@450, 24 @ 460"}
+    scheduled = {"training__global_batch_size": "4@0, 12@224, 4@450, 24 @ 460"}
 
     def loaders_of(dp_size, local):
         config = config_of(folders, **common, **scheduled, training__local_batch_size=local)
