@@ -14,13 +14,15 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from checkpoint.branch import read_parent
 from config import KINDS, TitaniteError, command_line, file_errors, tomllib
 from data.shards import digest
 from storage.records import output_file, read_records
 
 MAX_POINTS = 4000  # per curve: longer ones keep every n-th row
-NO_CURVE = ("step", "tokens", "interval_steps", "skipped", "time", "checkpoint", "asked")  # of a row: others are drawn
+NO_CURVE = ("step", "tokens", "interval_steps", "skipped", "time")  # of a row: every other field is drawn
 OF_ONE_RUN = ("run.folder", "run.seed")
 Charts = dict[str, list[tuple[float, ...]]]  # field of metrics.jsonl → (step, tokens, hours, value) of its rows
 
@@ -117,19 +119,29 @@ def read_charts(folder: Path) -> Charts:
                 rows = [kept for kept in rows if kept["step"] < row["step"]]
             last = row["step"]
         rows.append(row)
-    for file in folder.glob("scores*/scores.jsonl"):  # by tools.follow
-        rows += read_records(file)
     charts: Charts = {}
     hours = 0.0
-    tokens = 0
-    for row in sorted(rows, key=lambda row: row["step"]):
-        hours += (row.get("step_seconds") or 0) * (row.get("interval_steps") or 0) / 3600
-        tokens = row.get("tokens", tokens)
+    for row in rows:
+        hours += (row["step_seconds"] or 0) * (row["interval_steps"] or 0) / 3600
         for field, value in row.items():
             is_drawn = field not in NO_CURVE and "_norm/" not in field  # of layers: too many
             if is_drawn and value is not None and math.isfinite(value):
-                charts.setdefault(field, []).append((row["step"], tokens, hours, value))
+                charts.setdefault(field, []).append((row["step"], row["tokens"], hours, value))
+    add_scores(charts, folder)
     return charts
+
+
+def add_scores(charts: Charts, folder: Path) -> None:
+    """Add the scores of `tools.follow`, at the tokens and hours on the line between the two rows around their step."""
+    known = np.array([(0, 0, 0, 0), *charts.get("loss", ())])
+    rows = []
+    for file in folder.glob("scores*/scores.jsonl"):
+        rows += read_records(file)
+    for row in sorted(rows, key=lambda row: row["step"]):
+        at = [float(np.interp(row["step"], known[:, 0], known[:, column])) for column in (1, 2)]
+        for field in row:
+            if field.startswith("scores/"):
+                charts.setdefault(field, []).append((row["step"], *at, row[field]))
 
 
 def read_settings(folder: Path) -> dict[str, list[Any]]:
