@@ -89,6 +89,7 @@ def plan_size(
     config = study.run({}, own).config
     point = {"size": size, **apply_rule(config, rule)}
     sequences = point["batch"] // config.training.max_seq_len
+    local = max(part for part in range(1, config.training.local_batch_size + 1) if sequences % part == 0)
     # The trunk keeps a checkpoint at the first fork and at each of its multiples.
     first = (1 - decay) * multiples[0] * point["parameters"] / point["batch"]
     saves = max(1, round(first / config.checkpoint.interval))
@@ -102,7 +103,7 @@ def plan_size(
     settings = {
         **own,
         "training.epochs": 0,
-        "training.local_batch_size": min(config.training.local_batch_size, sequences),
+        "training.local_batch_size": local,
         "training.global_batch_size": sequences,
         "optimizer.lr": point["rate"],
         "lr_scheduler.schedule": "wsd",

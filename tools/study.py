@@ -269,8 +269,8 @@ def train_all(runs: Sequence[Run], at_once: int, counts: Mapping[str, int]) -> d
                 if job.run.finished:
                     finished.add(job.run.name)
                 else:
-                    failed[job.run.name] = f"exit code {job.child.returncode}: {find_cause(job.run)}"
-                seconds = time.monotonic() - job.began
+                    failed[job.run.name] = f"exit code {job.child.returncode}: {find_cause(job)}"
+                seconds = time.time() - job.began
                 say(f"{job.run.name}: {failed.get(job.run.name, 'finished')}, {seconds:.0f} s; {len(waiting)} wait")
     if signals:
         print("stopped: the same command goes on from here")
@@ -306,13 +306,17 @@ def start(run: Run, world_size: int, place: dict[str, str]) -> Job:
         child = subprocess.Popen(
             words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
-    return Job(run, child, place, time.monotonic())
+    return Job(run, child, place, time.time())
 
 
-def find_cause(run: Run) -> str:
+def find_cause(job: Job) -> str:
     """Why a run has ended: as it recorded, otherwise the last line of its log."""
-    lines = beside(run, ".log").read_text(encoding="utf-8", errors="replace").splitlines()
-    return (read_exit(run.folder) or {}).get("cause") or (lines or [""])[-1]
+    record = read_exit(job.run.folder)
+    if (
+        record and datetime.fromisoformat(record.get("time", "2000-01-01")).timestamp() > job.began - 1
+    ):  # not of an earlier start
+        return record["cause"]
+    return ["", *beside(job.run, ".log").read_text(encoding="utf-8", errors="replace").splitlines()][-1]
 
 
 @contextmanager
