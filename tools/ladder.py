@@ -62,7 +62,8 @@ def read_ladder(file: Path) -> tuple[Study, list[Run], list[Point]]:
     multiples = study.values.get("multiples") or [0]
     decay = study.values.get("decay", 0.2)
     sizes = study.values.get("sizes", {})
-    if set(rule) != {*NEEDED, *DEFAULTS} or min(rule[key] for key in NEEDED) <= 0:
+    wrong = set(rule) != {*NEEDED, *DEFAULTS}
+    if wrong or min(rule[key] for key in NEEDED) <= 0 or rule["sequences"] < 0:
         raise ConfigError(f"{file}: [rule]: must have {', '.join(NEEDED)}, above 0, and may have {', '.join(DEFAULTS)}")
     if multiples[0] <= 0 or any(multiple % multiples[0] for multiple in multiples) or not 0 < decay < 1:
         raise ConfigError(f"{file}: needs a decay between 0 and 1, and multiples, each one of the first")

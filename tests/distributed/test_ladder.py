@@ -62,7 +62,7 @@ def test_what_the_rule_gives(tmp_path: Path, dataset: Path) -> None:
     ("changes", "message"),
     [
         ({"rule": "bach_power = 1"}, "must have parameters, batch, rate, warmup, above 0, and may have batch_power"),
-        ({"rule": "rate_power = 0.0\nsequences = 3"}, "size=a: training.global_batch_size = 3"),
+        ({"rule": "sequences = -2"}, "must have parameters, batch, rate, warmup, above 0, and may have"),
         ({"multiples": "[2, 3]"}, "multiples, each one of the first"),
         ({"multiples": "[]"}, "multiples, each one of the first"),
         ({"multiples": "[0.001]"}, "sizes.a: too short: warms up to step 2, decays from 1 to 1"),
