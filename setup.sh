@@ -10,7 +10,7 @@ python=${PYTHON:-python3}
 files=(requirements.txt)
 case $* in
   "") ;;
-  test) files+=(requirements-tuning.txt requirements-eval.txt requirements-test.txt requirements-triton.txt) ;;
+  test) files+=(requirements-tuning.txt requirements-eval.txt requirements-test.txt requirements-triton.txt requirements-cluster.txt) ;;
   *) echo "error: $*: must be nothing, or test" >&2; exit 2 ;;
 esac
 

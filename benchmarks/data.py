@@ -32,6 +32,7 @@ from benchmarks.data_growth import BATCH, SEQ_LEN, write_simulated
 from benchmarks.data_peers import PEERS, Opened
 from benchmarks.report import build_parser, finish, print_row
 from config import Config, from_dict
+from data.place import Place
 from data.shards import token_type
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from data.writer import write_manifest, write_shard
@@ -76,8 +77,8 @@ def write_ours(folder: Path, ids: np.ndarray, offsets: np.ndarray, block_bytes: 
     for number, (first, stop) in enumerate(pairwise(cuts)):
         part = (offsets[first : stop + 1] - offsets[first]).astype(np.int32)
         documents = pa.ListArray.from_arrays(part, ids[offsets[first] : offsets[stop]], type=token_type("uint16"))
-        written.append(write_shard(folder, "train", number, documents, block_bytes))
-    write_manifest(folder, tokenizer, written)
+        written.append(write_shard(Place(str(folder)), "train", number, documents, block_bytes))
+    write_manifest(Place(str(folder)), tokenizer, written)
 
 
 def our_config(folders: list[Path], **data: Any) -> Config:

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from data.order import Segment, build_epoch
+from data.place import Place
 from data.shards import INDEX_SCHEMA, Shard, open_dataset
 from data.tokenizer import Tokenizer
 from data.writer import write_manifest
@@ -35,7 +36,7 @@ def write_simulated(folder: Path, blocks: int, tokenizer: Tokenizer) -> None:
         file = f"train-{number:05}.arrow"
         totals = (int(size.sum()), len(tokens), int(documents.sum()), int(tokens.sum()))
         written.append((Shard(file, "train", *totals), table))
-    write_manifest(folder, tokenizer, written)
+    write_manifest(Place(str(folder)), tokenizer, written)
 
 
 def start(folder: str) -> dict[str, float]:

@@ -2,42 +2,41 @@
 
     python -m data.prepare --source stdlib --output datasets/stdlib
 
-Two passes run on all cores. The first tokenises each unit of the input into a file, its documents sorted into buckets.
-The second shuffles each bucket and writes it as one shard. A hash of a document's position in the input decides its
-bucket and place, a hash of its whole text whether it is held out. So the output does not depend on the processes.
+Two passes run on all cores, or with --cluster on a Dask cluster. The first tokenises each unit of the input into a
+file, its documents sorted into buckets. The second shuffles each bucket and writes it as one shard. A hash of a
+document's position in the input decides its bucket and place, a hash of its whole text whether it is held out. So the
+output does not depend on the processes.
 Finished work stays in OUTPUT/.parts: after a kill, the same command goes on. manifest.json is written last.
 """
 
 import argparse
-import ctypes
 import json
 import logging
-import multiprocessing
 import os
 import re
-import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache, partial
 from itertools import chain, pairwise
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from config import LOCAL, TitaniteError, command_line, file_errors
-from data import writer
+from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors
+from data import workers, writer
 from data.chat import chat_of, encode_examples, load_transformers, transformers_version, use_template
 from data.order import derive_key, random_words
 from data.packing import HIDDEN, pack
+from data.place import PARTS, PLAN, Place
 from data.shards import INDEX_SCHEMA, VERSION, DataError, Shard, digest, token_type
 from data.sources import (
     KEY,
@@ -55,7 +54,8 @@ from data.sources import (
 )
 from data.token_files import DTYPES, Reading, token_documents
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from storage.records import write_atomically, written_whole
+from data.workers import Map
+from storage.records import written_whole
 
 # Format → keys of a record. Tokens have one column, whatever its name.
 KEYS = {"text": "text", "tokens": "", "sft": "prompt,response", "chat": "messages"}
@@ -73,7 +73,9 @@ OPTIONS = {
     "template_argument": ("chat",),
     "train_eos": ("chat",),
 }
-NO_PART_OF_THE_PLAN = ("sources", "output", "tokenizer", "overwrite", "skip_bad", "dry_run", "processes")
+NO_PART_OF_THE_PLAN = (
+    "sources", "output", "tokenizer", "overwrite", "skip_bad", "dry_run", "processes", "cluster", "scratch",
+)  # fmt: skip
 # Count in the manifest → line that tells it.
 TOLD = {
     "bad_records": f"bad records left out, listed in {writer.BAD_RECORDS}: {{bad_records:,}}",
@@ -94,11 +96,10 @@ HELD_BYTES = 128 * 2**20  # of tokens that a process holds before it writes them
 VOCAB_SIZE = 4096  # default for a trained tokenizer
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text to train a tokenizer on
 JSON_BEGINNING = re.compile(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{")  # of JSON lines, or an array of objects
-AT_ONCE = 1024  # tasks given to a pool: more than processes, but submitting thousands may block (cpython 105829)
-PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that this process gets when its parent ends
+PARTS_LAYOUT = 2  # changes with what parts hold: those of an earlier version are not used
+DONE = f"{PARTS}/done.json"  # what both passes have given
 
 log = logging.getLogger(__name__)
-Map = Callable[..., Iterator[None]]
 Batch = list[tuple[str, Any, bool]]  # documents: place in the input, text or ids, whether it is held out
 
 
@@ -107,12 +108,13 @@ class Plan:
     """How a dataset is made."""
 
     o: argparse.Namespace
-    folder: Path
+    url: str  # of the output
     input: str  # digest of version, units (names, sizes and versions of files, how they are cut) and tokenizer
     facts: dict[str, Any]  # what the manifest says of how examples are made
     dtype: str
     train_buckets: int  # each becomes a shard
     validation_buckets: int
+    units: int
 
     @property
     def buckets(self) -> int:
@@ -122,11 +124,16 @@ class Plan:
     def record(self) -> str:
         """Everything that decides the bytes of the dataset. Any change makes finished parts useless."""
         options = {name: value for name, value in vars(self.o).items() if name not in NO_PART_OF_THE_PLAN}
-        return json.dumps([options, self.input, self.facts])
+        return json.dumps([PARTS_LAYOUT, options, self.input, self.facts])
 
     @property
-    def parts(self) -> Path:
-        return self.folder / writer.PARTS
+    def place(self) -> Place:
+        return Place(self.url, self.o.scratch, digest(self.record().encode()))
+
+    @property
+    def schema(self) -> pa.Schema:
+        """Of the documents in parts."""
+        return pa.schema({"word": pa.uint64(), "tokens": token_type(self.dtype)})
 
 
 def prepare(texts: Iterable[str | Mapping[str, Any]], output: str, **options: Any) -> dict[str, Any]:
@@ -160,17 +167,20 @@ def prepare_sources(o: argparse.Namespace, piped: Iterator[bytes] | None = None)
     """Prepare a dataset by `parse_options` and return its manifest. `piped` is the content of source "-"."""
     check_options(o)
     with ExitStack() as kept:
+        client = kept.enter_context(workers.connected(o.cluster))
         names = []
         for name in o.sources:
             if name == "-" or Path(name).is_fifo():  # kept as a file meanwhile, since every pass reads it again
+                if "://" in o.output:
+                    raise DataError(f"--source {name}: a pipe is kept in the output folder, and {o.output} is none")
                 name = str(kept.enter_context(_kept(name, Path(o.output), piped)))
             names.append(name)
         files = list_files(names)
         check_files(o, files)
-        return _prepare_files(o, files)
+        return _prepare_files(o, files, client)
 
 
-def _prepare_files(o: argparse.Namespace, files: Sequence[File]) -> dict[str, Any]:
+def _prepare_files(o: argparse.Namespace, files: Sequence[File], client: Any) -> dict[str, Any]:
     units = plan_units(files, o.separator, whole=o.format == "tokens")
     tokenizer = choose_tokenizer(o, units)
     plan = make_plan(o, files, units, tokenizer)
@@ -181,10 +191,17 @@ def _prepare_files(o: argparse.Namespace, files: Sequence[File]) -> dict[str, An
         return {"documents": usable, "bad_records": found.bad}
     if not usable:
         raise DataError("the input holds nothing that can be used: nothing to prepare")
-    with writer.locked(plan.folder):
+    place = Place(plan.url, o.scratch)
+    with writer.locked(place):
+        place.store.check_writable()
+        if client:
+            workers.check_workers(client, place)
         _start_or_go_on(plan, tokenizer)
-        facts = _run_passes(plan, tokenizer, units)
-        return _finish(plan, tokenizer, facts)
+        done = plan.place.read_if_there(DONE)
+        if done is None:
+            _run_passes(plan, tokenizer, units, client)
+            done = plan.place.store.read(DONE)
+        return _finish(plan, tokenizer, *json.loads(bytes(done)))
 
 
 # ---------------------------------------------------------------- what decides the bytes to write
@@ -251,12 +268,13 @@ def make_plan(o: argparse.Namespace, files: Sequence[File], units: Sequence[Unit
     shards = token_bytes / (o.shard_mb * 2**20)
     return Plan(
         o=o,
-        folder=Path(o.output),
+        url=o.output if "://" in o.output else os.path.abspath(o.output),
         input=digest(json.dumps([VERSION, units, made_by]).encode()),
         facts=facts,
         dtype=dtype,
         train_buckets=max(1, round(shards * (1 - o.validation_fraction))),
         validation_buckets=max(1, round(shards * o.validation_fraction)),
+        units=len(units),
     )
 
 
@@ -283,39 +301,55 @@ def _count_usable(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], found
 # ---------------------------------------------------------------- both passes
 
 
-def _run_passes(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit]) -> dict[str, Any]:
-    """Tokenise and write what an earlier start by the same plan has not. Returns what the manifest says of the input.
+def _run_passes(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], client: Any) -> None:
+    """Tokenise and write what an earlier start by the same plan has not, and keep in DONE what `_finish` needs.
 
     Raises DataError if too many records are bad; finished parts are kept for a larger --skip-bad.
     """
-    waiting = [bucket for bucket in range(plan.buckets) if not _record(plan, bucket).exists()]
-    tasks = max(len(units), plan.buckets)
-    # Starting a process takes most of a second, in which it could tokenise a few MB.
-    cores = len(os.sched_getaffinity(0)) if tasks > 2 else 1
-    with _worker_pool(min(plan.o.processes or cores, tasks)) as pool_map:
-        if waiting:
-            _run_all(pool_map, partial(_tokenize_unit, plan), list(enumerate(units)), "tokenise", " units")
-        found = _read_findings(plan)
+    with _mapping(plan, client) as map_tasks:
+        results = _run_all(map_tasks, partial(_tokenize_unit, plan), list(enumerate(units)), "tokenise", " units")
+        found = _found_in(results)
         if len(found.bad) > plan.o.skip_bad:
             raise DataError(f"{len(found.bad)} bad records are more than --skip-bad {plan.o.skip_bad}")
         tell_effects(plan, tokenizer, units, found)
-        _run_all(pool_map, partial(_write_bucket, plan), waiting, "write", " shards")
+        written = _run_all(map_tasks, partial(_write_bucket, plan), range(plan.buckets), "write", " shards")
     facts = dict(plan.facts)
     if plan.o.format in EXAMPLES:
         total = sum(found.counts.values(), Counter[str]())
         facts |= {name: total[name] for name in COUNTED}
     if found.bad:
         lines = "".join(f"{line}\n" for line in found.bad)
-        write_atomically(plan.folder / writer.BAD_RECORDS, lines.encode())
+        plan.place.put(writer.BAD_RECORDS, lines.encode())
         facts["bad_records"] = len(found.bad)
-    return facts
+    plan.place.put(DONE, json.dumps([facts, written]).encode())
 
 
-def _read_findings(plan: Plan) -> Found:
+@contextmanager
+def _mapping(plan: Plan, client: Any) -> Iterator[Map]:
+    """What runs the tasks: the cluster of `client`, otherwise processes of this machine."""
+    if client:
+        yield workers.cluster_map(client)
+        return
+    tasks = max(plan.units, plan.buckets)
+    # Starting a process takes most of a second, in which it could tokenise a few MB.
+    cores = len(os.sched_getaffinity(0)) if tasks > 2 else 1
+    with workers.pool_of_processes(min(plan.o.processes or cores, tasks)) as map_tasks:
+        yield map_tasks
+
+
+def _run_all(
+    map_tasks: Map, function: Callable[[Any], tuple[int, Any]], tasks: Sequence[Any], title: str, unit: str
+) -> list[Any]:
+    """Run `function(task)`, which gives (number, result), for each task, with a bar. The results by their numbers."""
+    with tqdm(map_tasks(function, tasks), total=len(tasks), desc=title, unit=unit) as bar:
+        numbered = sorted(bar, key=itemgetter(0))
+    return [result for _, result in numbered]
+
+
+def _found_in(results: Sequence[Any]) -> Found:
     """What the first pass found in all units."""
     found = Found()
-    for path in sorted(plan.parts.glob("unit-*.json")):
-        bad, counts = json.loads(path.read_text(encoding="utf-8"))
+    for bad, counts in results:
         found.bad += bad
         for url, own in counts.items():
             found.counts[url].update(own)
@@ -344,16 +378,13 @@ def tell_effects(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], found:
             log.warning(f"{url}: the chat template drops the thoughts of {counts['thoughts']:,} earlier answers")
 
 
-def _finish(plan: Plan, tokenizer: Tokenizer, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _finish(plan: Plan, tokenizer: Tokenizer, facts: Mapping[str, Any], records: Sequence[Any]) -> dict[str, Any]:
     """Write the manifest, remove the parts and return the manifest."""
-    for part in plan.parts.glob("unit-*.arrow"):  # before the manifest, after which no start takes them up
-        part.unlink()
-    written = []
-    for bucket in range(plan.buckets):
-        shard, rows = json.loads(_record(plan, bucket).read_text(encoding="utf-8"))
-        written.append((Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)))
-    manifest = writer.write_manifest(plan.folder, tokenizer, written, facts)
-    writer.remove_parts(plan.folder)
+    place = plan.place
+    place.store.remove([_part(number) for number in range(plan.units)])  # before the manifest, which ends all starts
+    written = [(Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)) for shard, rows in records]
+    manifest = writer.write_manifest(place, tokenizer, written, facts)
+    writer.remove_parts(place)
     return manifest
 
 
@@ -367,7 +398,8 @@ def check_options(o: argparse.Namespace) -> None:
     for option, formats in OPTIONS.items():
         _check(o, option, not getattr(o, option) or o.format in formats, f"no effect with --format {o.format}")
     _check(o, "validation_fraction", 0 <= o.validation_fraction <= 1, "must be from 0 to 1")
-    _check(o, "output", o.output and o.output in LOCAL, f"must be a string {LOCAL}")
+    _check(o, "output", o.output and o.output in LOCAL_OR_S3, f"must be a string {LOCAL_OR_S3}")
+    _check(o, "processes", not (o.processes and o.cluster), "no effect with --cluster")
     _check(
         o, "keys", o.keys.count(",") == KEYS[o.format].count(","), f"must be as many as in {KEYS[o.format] or 'ids'}"
     )
@@ -379,7 +411,7 @@ def check_options(o: argparse.Namespace) -> None:
         _check(o, "format", o.format == "text", "needs the --tokenizer of the tokens, or of the model to be tuned")
     if o.format in EXAMPLES:
         _check(o, "seq_len", o.seq_len >= 2, "must be at least 2, the later training.seq_len")
-    if Path(o.output, "manifest.json").exists() and not (o.overwrite or o.dry_run):
+    if not (o.overwrite or o.dry_run) and Place(o.output).has("manifest.json"):
         raise DataError(f"{o.output}: already holds a finished dataset; give --overwrite to replace it")
 
 
@@ -404,7 +436,7 @@ def _kept(name: str, folder: Path, piped: Iterator[bytes] | None) -> Iterator[Pa
     first = next(chunks, b"")
     suffix = "json" if re.match(JSON_BEGINNING, first) else "txt"
     path = folder.absolute() / f".{Path(name).name}.{suffix}"
-    with writer.locked(folder), written_whole(path) as file:
+    with writer.locked(Place(str(folder))), written_whole(path) as file:
         file.writelines(chain([first], chunks))
     try:
         yield path
@@ -419,43 +451,74 @@ def _chunks(name: str) -> Iterator[bytes]:
 
 def _start_or_go_on(plan: Plan, tokenizer: Tokenizer) -> None:
     """Keep the parts of an interrupted preparation by the same plan. Remove everything else that we wrote."""
-    plan_file = plan.parts / "plan.json"
-    record = plan.record()
-    if not plan_file.is_file() or plan_file.read_text(encoding="utf-8") != record:
-        writer.remove_dataset(plan.folder)
-        plan_file.parent.mkdir()
-        write_atomically(plan_file, record.encode())
-    tokenizer.save(plan.folder)
+    place = Place(plan.url, plan.o.scratch)
+    record = plan.record().encode()
+    if place.read_if_there(PLAN) != record:
+        writer.remove_dataset(place)
+        if place.folder is not None:
+            (place.folder / PARTS).mkdir()
+        place.put(PLAN, record)
+    writer.save_tokenizer(place, tokenizer)
 
 
 @lru_cache(maxsize=1)
-def _stored_tokenizer(folder: Path, input: str) -> Tokenizer:
-    """The tokenizer of a plan with this `input`, read once by each worker process."""
-    return load_tokenizer(folder)
+def _stored_tokenizer(place: Place) -> Tokenizer:
+    """The tokenizer of a plan, read once by each worker process."""
+    return writer.load_tokenizer(place)
 
 
 # ---------------------------------------------------------------- pass 1: tokenise
 
 
-def _tokenize_unit(plan: Plan, numbered: tuple[int, Unit]) -> None:
-    """Write a unit's documents as a file, one record batch per bucket every HELD_BYTES."""
-    path = plan.parts / f"unit-{numbered[0]:06}.arrow"
-    if path.exists():
-        return
-    tokenizer = _stored_tokenizer(plan.folder, plan.input)
+def _part(number: int) -> str:
+    """The file of a unit's documents, sorted into buckets.
+
+    It begins with where each bucket's begin and the last ends (int64), so that a bucket reads only what it needs.
+    Record batches follow, and at the end what was found in the unit.
+    """
+    return f"{PARTS}/unit-{number:06}.arrow"
+
+
+def _tokenize_unit(plan: Plan, numbered: tuple[int, Unit]) -> tuple[int, Any]:
+    """Write a unit's part, unless there is one. Returns its number, and bad records and counts."""
+    number, _ = numbered
+    place = plan.place
+    end = place.read_if_there(_part(number), 8 * plan.buckets, 8)
+    if end is not None:
+        findings = place.store.read(_part(number), int(np.frombuffer(end, np.int64)[0]))
+        return number, json.loads(bytes(findings))
+    tokenizer = _stored_tokenizer(place)
     found = Found(plan.o.skip_bad)
     held: list[pa.RecordBatch] = []
-    schema = pa.schema({"word": pa.uint64(), "tokens": token_type(plan.dtype)})
-    with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as part_writer:
-        for tokenized in _tokenized(plan, tokenizer, numbered, found, BATCH_BYTES):
-            held.append(tokenized)
-            if sum(tokenized.nbytes for tokenized in held) >= HELD_BYTES:
-                _write_sorted(plan, held, part_writer)
-                held = []
-        if held:
-            _write_sorted(plan, held, part_writer)
-        if found.bad or any(found.counts.values()):  # on the disk before the unit counts as done
-            write_atomically(path.with_suffix(".json"), json.dumps([found.bad, found.counts]).encode())
+    with place.temporary_file() as spilled:
+        with pa.ipc.new_file(spilled, plan.schema) as spill_writer:
+            for tokenized in _tokenized(plan, tokenizer, numbered, found, BATCH_BYTES):
+                held.append(tokenized)
+                if sum(tokenized.nbytes for tokenized in held) >= HELD_BYTES:
+                    _write_sorted(plan, held, spill_writer)
+                    held = []
+            if held:
+                _write_sorted(plan, held, spill_writer)
+        with place.create(_part(number)) as part:
+            _write_part(plan, pa.ipc.open_file(spilled), part)
+            part.write(json.dumps([found.bad, found.counts]).encode())
+    return number, [found.bad, found.counts]
+
+
+def _write_part(plan: Plan, spilled: pa.RecordBatchFileReader, part: IO[bytes]) -> None:
+    """Write what was spilled, one record batch per bucket at a time, bucket after bucket."""
+    bounds = np.zeros(plan.buckets + 1, np.int64)
+    part.write(bounds.tobytes())
+    bounds[0] = bounds.nbytes
+    for bucket in range(plan.buckets):
+        for i in range(bucket, spilled.num_record_batches, plan.buckets):
+            batch = spilled.get_batch(i)
+            if len(batch):
+                part.write(batch.serialize())
+        bounds[bucket + 1] = part.tell()
+    part.seek(0)
+    part.write(bounds.tobytes())
+    part.seek(0, os.SEEK_END)
 
 
 def _tokenized(
@@ -561,66 +624,48 @@ def _write_sorted(plan: Plan, batches: list[pa.RecordBatch], part_writer: pa.Rec
 # ---------------------------------------------------------------- pass 2: shuffle and write
 
 
-def _write_bucket(plan: Plan, bucket: int) -> None:
-    """Write a bucket's shard and a record of its blocks."""
+def _write_bucket(plan: Plan, bucket: int) -> tuple[int, Any]:
+    """Write a bucket's shard, unless it is there. Returns its number, and its shard with a record of its blocks."""
+    place = plan.place
+    record_name = f"{PARTS}/bucket-{bucket:06}.json"
+    record = place.read_if_there(record_name)
+    if record is not None:
+        return bucket, json.loads(bytes(record))
     split = "train"
     number = bucket
     if bucket >= plan.train_buckets:
         split = "validation"
         number -= plan.train_buckets
-    batches = []
-    for path in sorted(plan.parts.glob("unit-*.arrow")):
-        with pa.OSFile(str(path)) as part:  # read, not mapped: units may outnumber the allowed open files
-            file = pa.ipc.open_file(part)
-            batches += [file.get_batch(i) for i in range(bucket, file.num_record_batches, plan.buckets)]
+    batches: list[pa.RecordBatch] = []
+    with ThreadPoolExecutor(place.store.read_threads) as threads:
+        for batches_of_unit in threads.map(partial(_read_slice, plan, bucket), range(plan.units)):
+            batches += batches_of_unit
     with failures_of(f"{split}-{number:05}, which a smaller --shard-mb makes smaller"):
-        table = pa.Table.from_batches(batches)
+        table = pa.Table.from_batches(batches, plan.schema)
         order = np.argsort(table.column("word").to_numpy(), kind="stable")
         documents = table.column("tokens").combine_chunks()
         del table, batches  # to hold the documents twice, not three times
         documents = documents.take(pa.array(order))
     if plan.o.seq_len:
-        documents = pack(documents, plan.o.seq_len, _stored_tokenizer(plan.folder, plan.input).eos_id)
+        documents = pack(documents, plan.o.seq_len, _stored_tokenizer(place).eos_id)
     block_bytes = int(plan.o.block_mb * 2**20)
-    shard, blocks = writer.write_shard(plan.folder, split, number, documents, block_bytes)
-    write_atomically(_record(plan, bucket), json.dumps([shard, blocks.to_pylist()]).encode())
+    shard, blocks = writer.write_shard(place, split, number, documents, block_bytes)
+    written = [shard, blocks.to_pylist()]
+    place.put(record_name, json.dumps(written).encode())
+    return bucket, written
 
 
-def _record(plan: Plan, bucket: int) -> Path:
-    return plan.parts / f"bucket-{bucket:06}.json"
-
-
-@contextmanager
-def _worker_pool(count: int) -> Iterator[Map]:
-    """The `map` of a pool of `count` processes, each started when it gets a task. For 1: Python's own."""
-    if count == 1:
-        yield map
-        return
-    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start_worker)
-    try:
-        yield pool.map
-    except BrokenProcessPool:
-        advice = "continue with the same command, best with fewer --processes, or begin with a smaller --shard-mb"
-        raise DataError(f"the system killed a worker, most often for lack of memory; {advice}") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _run_all(pool_map: Map, function: Callable[..., None], tasks: list[Any], title: str, unit: str) -> None:
-    """Run `function(task)` for each task, with a bar."""
-    with tqdm(total=len(tasks), desc=title, unit=unit) as bar:
-        for first in range(0, len(tasks), AT_ONCE):
-            for _ in pool_map(function, tasks[first : first + AT_ONCE]):
-                bar.update()
-
-
-def _start_worker() -> None:
-    """Let this worker end with its parent. Otherwise it would outlive a killed parent and go on writing."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if not parent or not parent.is_alive():
-        os._exit(1)
+def _read_slice(plan: Plan, bucket: int, number: int) -> list[pa.RecordBatch]:
+    """The batches of a bucket in a unit's part. Each is named, not listed, so none can be missed."""
+    store = plan.place.store
+    bounds = np.frombuffer(store.read(_part(number), 8 * bucket, 16), np.int64)
+    first = int(bounds[0])
+    size = int(bounds[1]) - first
+    stream = pa.BufferReader(store.read(_part(number), first, size))
+    batches = []
+    while stream.tell() < size:
+        batches.append(pa.ipc.read_record_batch(pa.ipc.read_message(stream), plan.schema))
+    return batches
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -628,7 +673,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     sources = "stdlib, or folders, files, globs, URLs or pipes (-: standard input)"
     add("--source", dest="sources", nargs="+", required=True, help=sources)
-    add("--output", required=True, help="folder of the dataset")
+    add("--output", required=True, help="folder of the dataset, or s3://bucket/folder")
     add("--overwrite", action="store_true", help="replace a finished dataset")
     add("--tokenizer", default="", help="tokenizer.json, or a folder with one; default: train one on the text")
     add("--vocab-size", type=int, default=0, help=f"size of the vocabulary to train (default {VOCAB_SIZE})")
@@ -654,6 +699,10 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--block-mb", type=float, default=8, help="MiB of tokens shuffled and read as one block (default %(default)s)")
     add("--shard-mb", type=float, default=256, help="approximate MiB of tokens in a file (default %(default)s)")
     add("--processes", type=int, default=0, help="0 (default): one per available core, or one for a few MB")
+    cluster = "scheduler of a Dask cluster: tcp://host:port, or its JSON file (docs/prepare-cluster.md)"
+    add("--cluster", default="", metavar="ADDRESS", help=cluster)
+    scratch = "folder for temporary files, on each worker's own disk; default: OUTPUT/.parts, for s3:// the system's"
+    add("--scratch", default="", metavar="DIR", help=scratch)
     options = parser.parse_args(argv)
     options.keys = options.keys or KEYS[options.format]
     return options
@@ -691,4 +740,6 @@ def _print_splits(manifest: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    from data import prepare as imported  # the workers of a cluster cannot import functions of __main__
+
+    imported.main()

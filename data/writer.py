@@ -6,8 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -15,12 +14,12 @@ import pyarrow as pa
 from isal import isal_zlib
 
 from config import file_errors
+from data.place import PARTS, PLAN, Place
 from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, seal, token_schema
-from data.tokenizer import Tokenizer
-from storage.records import write_atomically, written_whole
+from data.tokenizer import FILES, TOKENIZER, Tokenizer, parse_tokenizer
+from storage import S3Store, StoreError
 
 LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
-PARTS = ".parts"  # folder of a preparation's finished work, until its end
 BAD_RECORDS = "bad_records.txt"  # a line for each that was left out: place and reason
 WrittenShard = tuple[Shard, pa.Table]  # with its rows in blocks.arrow (INDEX_SCHEMA)
 SHARDS = re.compile(r"\.?(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
@@ -38,8 +37,15 @@ def is_held_out(content: bytes, validation_fraction: float) -> bool:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Make a folder and lock it until the context ends. Raises DataError if another process writes there."""
+def locked(place: Place) -> Iterator[None]:
+    """Make a folder and lock it until the context ends. Raises DataError if another process writes there.
+
+    Nothing on S3: each write asks for the plan there, so that of two commands the earlier one fails.
+    """
+    folder = place.folder
+    if folder is None:
+        yield
+        return
     with file_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("a") as file:  # writable, since NFS locks no others
@@ -51,50 +57,75 @@ def locked(folder: Path) -> Iterator[None]:
             yield
 
 
-def remove_dataset(folder: Path) -> None:
-    """Remove manifest, shards and parts from a folder, and nothing else: it may hold the user's own files."""
-    (folder / "manifest.json").unlink(missing_ok=True)  # first, so that nothing reads a dataset replaced in part
-    (folder / BAD_RECORDS).unlink(missing_ok=True)
-    remove_parts(folder)
-    for file in [file for file in folder.iterdir() if SHARDS.fullmatch(file.name)]:
-        file.unlink()
+def remove_dataset(place: Place) -> None:
+    """Remove manifest, shards and parts, and nothing else: a folder may hold the user's own files."""
+    place.store.remove(["manifest.json"])  # first, so that nothing reads a dataset replaced in part
+    place.store.remove([BAD_RECORDS])
+    remove_parts(place)
+    if place.folder is not None:
+        names = [file.name for file in place.folder.iterdir()]
+    else:
+        names = list(place.store.sizes())
+    place.store.remove([name for name in names if SHARDS.fullmatch(name)])
 
 
-def remove_parts(folder: Path) -> None:
+def remove_parts(place: Place) -> None:
     """Remove the parts, the plan first: parts without a plan are never used, so a kill may leave some."""
-    (folder / PARTS / "plan.json").unlink(missing_ok=True)
-    if (folder / PARTS).exists():
-        shutil.rmtree(folder / PARTS)
+    store = place.store
+    store.remove([PLAN])
+    if isinstance(store, S3Store):
+        store.remove(list(store.sizes(PARTS)))
+        with suppress(StoreError):  # some stores do not list them
+            store.abort_uploads(lambda name: bool(SHARDS.fullmatch(name)) or name.startswith(f"{PARTS}/"))
+    elif (store.folder / PARTS).exists():
+        shutil.rmtree(store.folder / PARTS)
 
 
-def write_shard(folder: Path, split: str, number: int, documents: pa.ListArray, block_bytes: int) -> WrittenShard:
+def save_tokenizer(place: Place, tokenizer: Tokenizer) -> None:
+    """Write its files, and last tokenizer.json: a kill leaves none without its eos."""
+    files = tokenizer.files()
+    place.store.remove([name for name in FILES if name not in files])
+    for name in sorted(files, key=lambda name: name == TOKENIZER):
+        place.put(name, files[name])
+
+
+def load_tokenizer(place: Place) -> Tokenizer:
+    """The tokenizer beside the data. Raises TitaniteError."""
+    contents = {name: place.read_if_there(name) for name in FILES}
+    files = {name: bytes(content) for name, content in contents.items() if content is not None}
+    return parse_tokenizer(files, place.url)
+
+
+def write_shard(place: Place, split: str, number: int, documents: pa.ListArray, block_bytes: int) -> WrittenShard:
     """Write documents (list<uint16 | uint32>) as a shard in blocks of about `block_bytes`. Without documents: none."""
-    path = folder / f"{split}-{number:05}.arrow"
+    name = f"{split}-{number:05}.arrow"
     if not len(documents):
-        return Shard(path.name, split, 0, 0, 0, 0), INDEX_SCHEMA.empty_table()
+        return Shard(name, split, 0, 0, 0, 0), INDEX_SCHEMA.empty_table()
     offsets = documents.offsets.to_numpy()
     dtype = str(documents.type.value_type)
     schema = token_schema(dtype)
     block_tokens = block_bytes // np.dtype(dtype).itemsize
     blocks = []
     first = 0
-    with written_whole(path) as sink, pa.ipc.new_file(sink, schema) as writer:
-        while first < len(documents):
-            stop = int(offsets.searchsorted(int(offsets[first]) + block_tokens, side="right")) - 1
-            stop = min(max(stop, first + 1), len(documents))  # at least one document, however long
-            batch = pa.record_batch([documents.slice(first, stop - first)], schema=schema)
-            message = batch.serialize()
-            writer.write_batch(batch)
-            where = {"offset": sink.tell() - message.size, "size": message.size, "crc32": isal_zlib.crc32(message)}
-            blocks.append({**where, "documents": stop - first, "tokens": int(offsets[stop] - offsets[first])})
-            first = stop
+    with place.create(name) as sink:
+        with pa.ipc.new_file(sink, schema) as writer:
+            while first < len(documents):
+                stop = int(offsets.searchsorted(int(offsets[first]) + block_tokens, side="right")) - 1
+                stop = min(max(stop, first + 1), len(documents))  # at least one document, however long
+                batch = pa.record_batch([documents.slice(first, stop - first)], schema=schema)
+                message = batch.serialize()
+                writer.write_batch(batch)
+                where = {"offset": sink.tell() - message.size, "size": message.size, "crc32": isal_zlib.crc32(message)}
+                blocks.append({**where, "documents": stop - first, "tokens": int(offsets[stop] - offsets[first])})
+                first = stop
+        size = sink.tell()
     tokens = int(offsets[-1] - offsets[0])
-    shard = Shard(path.name, split, path.stat().st_size, len(blocks), len(documents), tokens)
+    shard = Shard(name, split, size, len(blocks), len(documents), tokens)
     return shard, pa.Table.from_pylist(blocks, INDEX_SCHEMA)
 
 
 def write_manifest(
-    folder: Path, tokenizer: Tokenizer, written: Sequence[WrittenShard], facts: Mapping[str, Any] | None = None
+    place: Place, tokenizer: Tokenizer, written: Sequence[WrittenShard], facts: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Write blocks.arrow and then, as the commit, manifest.json, with `facts` in it, too. Returns the manifest.
 
@@ -102,12 +133,12 @@ def write_manifest(
     """
     shards = [shard for shard, _ in written if shard.blocks]
     if not shards:
-        raise DataError(f"{folder}: no documents, or all longer than --seq-len, so there is no dataset")
+        raise DataError(f"{place.url}: no documents, or all longer than --seq-len, so there is no dataset")
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
         writer.write_table(pa.concat_tables([blocks for _, blocks in written]).combine_chunks())
     index = memoryview(sink.getvalue())
-    write_atomically(folder / "blocks.arrow", index)
+    place.put("blocks.arrow", index)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -125,5 +156,5 @@ def write_manifest(
         manifest["chat_template"] = digest(tokenizer.chat_template.encode())
     manifest |= facts or {}
     content = json.dumps(manifest, indent=1).removesuffix("\n}").encode()
-    write_atomically(folder / "manifest.json", content + seal(content))
+    place.put("manifest.json", content + seal(content))
     return manifest

@@ -24,9 +24,12 @@ def open_records(path: Path) -> IO[str]:
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[IO[bytes]]:
-    """Create or replace a file. After a kill, a full disk or a power cut, either the old or the new file is whole."""
-    temporary = path.with_name(f".{path.name}.tmp")
+def written_whole(path: Path, temporary: Path | None = None) -> Iterator[IO[bytes]]:
+    """Create or replace a file. After a kill, a full disk or a power cut, either the old or the new file is whole.
+
+    Several processes may write it if each names a `temporary` file of its own, on the same file system.
+    """
+    temporary = temporary or path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
             yield file

@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from config import Config, from_dict
 from data import prepare as preparation
 from data.order import derive_key, permutation
+from data.place import Place
 from data.shards import token_type
 from data.sources import documents, list_files, plan_units
 from data.tokenizer import END_OF_TEXT, Tokenizer
@@ -51,11 +52,11 @@ def write_dataset(
     dtype = token_dtype(vocab_size)
     block_bytes = block_tokens * (2 if dtype == "uint16" else 4)
     written = [
-        write_shard(folder, split, number, pa.array(documents, token_type(dtype)), block_bytes)
+        write_shard(Place(str(folder)), split, number, pa.array(documents, token_type(dtype)), block_bytes)
         for split, shards in (("train", train), ("validation", [validation or []]))
         for number, documents in enumerate(shards)
     ]
-    write_manifest(folder, tokenizer, written)
+    write_manifest(Place(str(folder)), tokenizer, written)
     return folder
 
 

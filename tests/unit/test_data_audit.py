@@ -16,6 +16,7 @@ from checkpoint.branch import Parent, record_parent
 from config import TitaniteError, to_toml
 from data.ledger import read_ledger
 from data.loader import DataLoader
+from data.place import Place
 from data.shards import INDEX_SCHEMA, open_dataset, token_type
 from data.writer import write_manifest, write_shard
 from tests.corpus import data_config, stored_blocks, unique_documents, word_tokenizer, write_dataset
@@ -336,9 +337,10 @@ def test_verify_names_every_fault(folders, tmp_path, capsys):
 def test_verify_compares_what_is_said_about_a_block_with_its_documents(tmp_path):
     tokenizer = word_tokenizer(10)
     tokenizer.save(tmp_path)
-    shard, rows = write_shard(tmp_path, "train", 0, pa.array([[1, 2, 0], [3, 0]], token_type("uint16")), 1000)
+    place = Place(str(tmp_path))
+    shard, rows = write_shard(place, "train", 0, pa.array([[1, 2, 0], [3, 0]], token_type("uint16")), 1000)
     write_manifest(
-        tmp_path, tokenizer, [(shard, pa.Table.from_pylist([rows.to_pylist()[0] | {"tokens": 6}], INDEX_SCHEMA))]
+        place, tokenizer, [(shard, pa.Table.from_pylist([rows.to_pylist()[0] | {"tokens": 6}], INDEX_SCHEMA))]
     )
     (fault,) = verify.faults(open_dataset(str(tmp_path)))
     assert f"{tmp_path}/train-00000.arrow, block 0: holds other documents than blocks.arrow says" in fault

@@ -36,6 +36,7 @@ from tokenizers.processors import TemplateProcessing
 from config import TitaniteError
 from data import prepare as prepare_module
 from data import sources, token_files, writer
+from data.place import Place
 from data.prepare import main
 from data.shards import DataError
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
@@ -431,7 +432,10 @@ def test_the_files_of_others_in_the_folder_are_kept(lines, make, tmp_path):
 
 
 def test_a_folder_is_written_by_one_process_and_replaced_only_when_asked_and_never_read_in_part(lines, make, tmp_path):
-    with writer.locked(tmp_path / "out"), pytest.raises(DataError, match="/out: another process is writing there"):
+    with (
+        writer.locked(Place(str(tmp_path / "out"))),
+        pytest.raises(DataError, match="/out: another process is writing there"),
+    ):
         make(lines)
     before = contents(make(lines))
     with pytest.raises(DataError, match="already holds a finished dataset; give --overwrite"):
@@ -521,7 +525,7 @@ def test_bad_records_are_left_out_counted_and_listed(texts, make, tokenizer_fold
         ("--validation-fraction=nan", "--validation-fraction nan: must be from 0 to 1"),
         ("--tokenizer=nothing", "nothing"),
         ("--source=nothing.txt", "--source nothing.txt: no files there"),
-        ("--output=s3://bucket/out", "--output s3://bucket/out: must be"),
+        ("--output=hdfs://name/out", "--output hdfs://name/out: must be"),
         ("--output=a.txt/out", "a.txt/out"),
         ("--vocab-size=256", "--vocab-size 256: must be at least 257"),
         ("--vocab-size=300 --tokenizer=T", "--vocab-size 300: is to train"),

@@ -34,7 +34,7 @@ ENVIRONMENT = {
     "storage/s3.py",
     "run/run.py",
     "run/torchrun.py",
-    "data/prepare.py",
+    "data/workers.py",
     "tools/study.py",  # gives each run its devices
     "float8/__init__.py",
     "parallel/device.py",  # the allocator of a GPU's memory, before CUDA starts

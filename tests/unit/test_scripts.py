@@ -107,7 +107,7 @@ def test_setup_installs_what_is_missing(checkout: Path) -> None:
     (checkout / ".venv" / "bin").mkdir(parents=True)  # half made, by a start that was killed
     assert set_up(checkout) == (0, "setup: making .venv\nsetup: installing requirements.txt\n")
     assert set_up(checkout) == (0, "")
-    assert set_up(checkout, "test")[1].count("installing") == 4
+    assert set_up(checkout, "test")[1].count("installing") == 5
     assert set_up(checkout, "test") == (0, "")
     (checkout / "requirements.txt").write_text("torch==3\n")
     assert set_up(checkout) == (0, "setup: installing requirements.txt\n")

@@ -1,0 +1,183 @@
+"""The processes that prepare a dataset: of this machine, or the workers of a Dask cluster. Both are a `Map`.
+
+Dask's `distributed` is imported with --cluster only.
+"""
+
+import ctypes
+import hashlib
+import logging
+import multiprocessing
+import os
+import secrets
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from data.place import Place
+from data.shards import DataError
+
+# Of a function and tasks: yields the results, in any order.
+Map = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
+AT_ONCE = 1024  # tasks given to a pool: more than processes, but submitting thousands may block (cpython 105829)
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that this process gets when its parent ends
+SCHEDULER_SECONDS = 20  # until it must have answered
+WORKERS_SECONDS = 120  # until the first must be there
+CODE = ("data/*.py", "storage/*.py", "config.py")  # what decides a dataset's bytes
+PACKAGES = ("numpy", "pyarrow", "tokenizers")  # and those, too
+SMALLER = "continue with the same command, best with fewer --processes, or begin with a smaller --shard-mb"
+CONTINUE = "the same command goes on from there, once a cluster runs"
+
+
+# ---------------------------------------------------------------- processes of this machine
+
+
+@contextmanager
+def pool_of_processes(count: int) -> Iterator[Map]:
+    """The map of a pool of `count` processes, each started when it gets a task. For 1: Python's own."""
+    if count == 1:
+        yield map
+        return
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _start_process)
+
+    def pool_map(function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
+        for first in range(0, len(tasks), AT_ONCE):
+            yield from pool.map(function, tasks[first : first + AT_ONCE])
+
+    try:
+        yield pool_map
+    except BrokenProcessPool:
+        raise DataError(f"the system killed a worker, most often for lack of memory; {SMALLER}") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_process() -> None:
+    """Let this worker end with its parent. Otherwise it would outlive a killed parent and go on writing."""
+    _share_cores()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if not parent or not parent.is_alive():
+        os._exit(1)
+
+
+def _share_cores() -> None:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+# ---------------------------------------------------------------- a Dask cluster
+
+
+@contextmanager
+def connected(address: str) -> Iterator[Any]:
+    """A client of the cluster at `address`, tcp://host:port or the scheduler's file; None for "".
+
+    Raises DataError if there is no such cluster, or none of its workers is there in time.
+    """
+    if not address:
+        yield None
+        return
+    try:
+        from distributed import Client
+    except ImportError:
+        advice = "--cluster needs: pip install -r requirements-cluster.txt"
+        raise DataError(f"distributed is not installed; {advice}") from None
+    where = {"address": address}
+    if "://" not in address:
+        where = {"scheduler_file": address}
+        if not os.path.isfile(address):
+            raise DataError(f"--cluster {address}: must be tcp://host:port, or the file that the scheduler wrote")
+    for logger in ("distributed", "distributed.client"):
+        logging.getLogger(logger).setLevel(logging.CRITICAL)  # what it reports becomes our one line
+    try:
+        client = Client(**where, timeout=SCHEDULER_SECONDS, set_as_default=False)
+    except (OSError, ValueError, TimeoutError) as error:
+        raise DataError(f"--cluster {address}: no scheduler answers there: {' '.join(str(error).split())}") from None
+    with client:
+        try:
+            client.wait_for_workers(1, timeout=WORKERS_SECONDS)
+        except TimeoutError:
+            raise DataError(f"--cluster {address}: has no worker after {WORKERS_SECONDS} s; start some") from None
+        yield client
+
+
+def check_workers(client: Any, place: Place) -> None:
+    """Raises DataError if a worker has other code than this process, or does not see the place or its scratch."""
+    mark = f".mark-{secrets.token_hex(8)}"
+    place.put(mark, b"mark")
+    try:
+        faults = client.run(_fault_here, place, mark, code_digest(), on_error="return")
+    finally:
+        place.store.remove([mark])
+    for worker, fault in sorted(faults.items()):
+        if isinstance(fault, ImportError):
+            fault = f"cannot import Titanite, start it in the same folder as this command: {fault}"
+        if fault:
+            raise DataError(f"worker {worker}: {fault}")
+
+
+def _fault_here(place: Place, mark: str, digest: str) -> str:
+    """What keeps this worker from preparing there, or ""."""
+    if code_digest() != digest:
+        return f"has another version of Titanite, or of {', '.join(PACKAGES)}, than this command"
+    if place.scratch and not os.path.isdir(place.scratch):
+        return f"--scratch {place.scratch}: is no folder there"
+    if not place.has(mark):
+        return f"does not see {place.url}, which must be a folder that all share, or s3://bucket/folder"
+    return ""
+
+
+@lru_cache(maxsize=1)
+def code_digest() -> str:
+    """Digest of everything that decides the bytes of a dataset, apart from its input."""
+    root = Path(__file__).parent.parent
+    code = hashlib.sha256()
+    for pattern in CODE:
+        for path in sorted(root.glob(pattern)):
+            code.update(path.read_bytes())
+    for package in PACKAGES:
+        code.update(version(package).encode())
+    return code.hexdigest()
+
+
+def cluster_map(client: Any) -> Map:
+    """The map of a cluster. Its scheduler gives the tasks of a worker that died to others."""
+    from distributed import as_completed
+    from distributed.scheduler import KilledWorker
+
+    def map_tasks(function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
+        # A task, so that it travels once to each worker, and again should a worker die.
+        held = client.submit(_Work, function, code_digest(), pure=False)
+        futures = client.map(_run, tasks, work=held, pure=False)
+        try:
+            for _, result in as_completed(futures, loop=client.loop, with_results=True):
+                if isinstance(result, CancelledError):
+                    raise DataError(f"the cluster's scheduler is gone; {CONTINUE}")
+                yield result
+        except KilledWorker as error:
+            advice = "most often for lack of memory; start workers with more, or begin with a smaller --shard-mb"
+            raise DataError(f"a task has lost its worker {error.allowed_failures + 1} times, {advice}") from None
+        finally:
+            client.cancel(futures)
+
+    return map_tasks
+
+
+class _Work:
+    """What a worker does with each task."""
+
+    def __init__(self, function: Callable[[Any], Any], digest: str) -> None:
+        self.function = function
+        self.digest = digest
+
+
+def _run(task: Any, work: _Work) -> Any:
+    if code_digest() != work.digest:  # a worker that came later than `check_workers`
+        raise DataError("a worker has another version of Titanite than this command")
+    _share_cores()
+    return work.function(task)

@@ -1,0 +1,199 @@
+"""Datasets prepared by a Dask cluster of three processes are those of one process, whatever is killed."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from config import TitaniteError
+from data import sources, workers
+from data.prepare import words_of
+from data.tokenizer import train_tokenizer
+from tests.corpus import prepare
+from tests.ports import free_port
+from tests.s3.server import s3_environment
+
+pytest.importorskip("distributed", reason="pip install -r requirements-cluster.txt")
+ROOT = Path(__file__).parents[2]
+# A worker that is to run FUNCTION removes the file kill-FUNCTION, if there is one, and kills itself.
+TRAPS = """
+import os
+from data import writer, prepare
+def set_trap(module, name):
+    real = getattr(module, name)
+    def trapped(*arguments):
+        try:
+            os.remove('kill-' + name)
+        except FileNotFoundError:
+            return real(*arguments)
+        os.kill(os.getpid(), 9)
+    setattr(module, name, trapped)
+set_trap(prepare, '_write_part')
+set_trap(writer, 'write_shard')
+"""
+# A client that kills itself at the third result of one pass.
+KILLED_CLIENT = """
+import os, sys
+from data import prepare, sources, workers
+real = workers.cluster_map
+def killed_map(client):
+    def run(function, tasks):
+        for number, result in enumerate(real(client)(function, tasks)):
+            if number == 2 and sys.argv[1] in repr(function): os.kill(os.getpid(), 9)
+            yield result
+    return run
+workers.cluster_map = killed_map
+sources.UNIT_BYTES = 4000
+prepare.main(sys.argv[2:])
+"""
+
+
+class Cluster(ExitStack):
+    """A scheduler and workers, each a process, which end with it."""
+
+    def __init__(self, folder: Path, endpoint: str) -> None:
+        super().__init__()
+        self.folder = folder
+        self.environment = os.environ | s3_environment(endpoint) | {"PYTHONPATH": str(ROOT)}
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        (folder / "traps.py").write_text(TRAPS)
+        self.scheduler = self.start("scheduler", f"--host={self.address}")
+
+    def start(self, *words: str) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-m", "dask", *words, "--no-dashboard"]
+        process = subprocess.Popen(command, env=self.environment, cwd=self.folder, stderr=subprocess.DEVNULL)
+        self.callback(process.wait)
+        self.callback(process.kill)
+        return process
+
+    def add_workers(self, count: int) -> None:
+        for _ in range(count):
+            self.start("worker", self.address, "--no-nanny", "--nthreads=1", "--preload=traps.py")
+
+
+@pytest.fixture(scope="module")
+def clusters(s3_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Cluster]]:
+    """One with three workers, and one without."""
+    with ExitStack() as kept:
+        both = [kept.enter_context(Cluster(tmp_path_factory.mktemp("cluster"), s3_endpoint)) for _ in range(2)]
+        both[0].add_workers(3)
+        yield both
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A source of many units, one bad record among it, and what makes several shards of it."""
+    folder = tmp_path_factory.mktemp("in")
+    rng = random.Random(0)
+    texts = [" ".join(rng.choices(["the", "quick", "naïve", "日本語"], k=rng.randint(1, 60))) for _ in range(300)]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    (folder / "in.jsonl").write_text("".join([*lines, "bad\n"]))
+    train_tokenizer(texts, 300).save(folder)
+    sizes = {"shard_mb": 0.004, "block_mb": 0.001, "validation_fraction": 0.2, "skip_bad": 1}
+    return {"source": folder / "in.jsonl", "tokenizer": folder, **sizes}
+
+
+@pytest.fixture(scope="module")
+def expected(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """What one process makes of it."""
+    folder = tmp_path_factory.mktemp("one")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "UNIT_BYTES", 4000)
+        run(options, f"{folder}/out", processes=1)
+    return contents(f"{folder}/out")
+
+
+@pytest.fixture(params=["folder", "s3"])
+def output(request: pytest.FixtureRequest, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(sources, "UNIT_BYTES", 4000)
+    return f"{bucket}/sets/out" if request.param == "s3" else f"{tmp_path}/out"
+
+
+def run(options: dict[str, Any], output: str, **more: object) -> None:
+    given = options | more
+    prepare([str(given.pop("source"))], output, **given)
+
+
+def contents(output: str) -> dict[str, bytes]:
+    """Everything there but the lock."""
+    system, path = fsspec.core.url_to_fs(output, skip_instance_cache=True)
+    return {name.removeprefix(path): system.cat_file(name) for name in system.find(path) if ".lock" not in name}
+
+
+def test_a_killed_client_goes_on(clusters, options, expected, output, tmp_path):
+    function = "_write_bucket" if "s3:" in output else "_tokenize_unit"
+    given = {"output": output, "cluster": clusters[0].address, **options}
+    command = [sys.executable, "-c", KILLED_CLIENT, function, *words_of(given)]
+    killed = subprocess.run(command, env=clusters[0].environment, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert "/manifest.json" not in contents(output)
+    run(options, output, cluster=clusters[0].address)
+    assert contents(output) == expected
+    assert len(expected) > 8
+
+
+def test_a_worker_that_is_killed_costs_its_task(clusters, options, expected, output, tmp_path):
+    trap = clusters[0].folder / ("kill-write_shard" if "s3:" in output else "kill-_write_part")
+    trap.touch()
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    run(options, output, cluster=clusters[0].address, scratch=scratch)
+    assert not trap.exists()
+    assert contents(output) == expected
+    assert not [*scratch.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("given", "broken", "message"),
+    [
+        ({"cluster": "tcp://127.0.0.1:1"}, {}, "--cluster tcp://127.0.0.1:1: no scheduler answers there"),
+        ({"cluster": "missing.json"}, {}, "--cluster missing.json: must be tcp://host:port, or the file that"),
+        ({"source": "-", "output": "s3://b/o", "overwrite": True}, {}, "--source -: a pipe is kept in the output fol"),
+        ({"processes": 2}, {}, "--processes 2: no effect with --cluster"),
+        ({"scratch": "/missing"}, {}, "worker tcp://.*: --scratch /missing: is no folder there"),
+        ({}, {"code_digest": lambda: "other"}, "worker tcp://.*: has another version of Titanite, or of numpy"),
+        ({}, {"Place.put": lambda *_: None}, "worker tcp://.*: does not see .*out, which must be a folder that all"),
+    ],
+)
+def test_what_would_fail_is_said_first(clusters, options, tmp_path, monkeypatch, given, broken, message):
+    monkeypatch.setattr(workers, "SCHEDULER_SECONDS", 1)
+    for name, stand_in in broken.items():
+        monkeypatch.setattr(f"data.{'place' if '.' in name else 'workers'}.{name}", stand_in)
+    with pytest.raises(TitaniteError, match=message):
+        run(options, **{"output": f"{tmp_path}/out", "cluster": clusters[0].address} | given)
+    assert not contents(f"{tmp_path}/out")
+
+
+@pytest.mark.parametrize("output", ["s3"], indirect=True)
+def test_a_lost_scheduler_is_one_line_and_another_cluster_goes_on(clusters, options, expected, output, monkeypatch):
+    cluster, other = clusters
+    real = workers.cluster_map
+
+    def losing_map(client: Any) -> workers.Map:
+        return lambda *work: (cluster.scheduler.kill() or result for result in real(client)(*work))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workers, "cluster_map", losing_map)
+        with pytest.raises(TitaniteError, match="the cluster's scheduler is gone; the same command goes on from there"):
+            run(options, output, cluster=cluster.address)
+        patch.setattr(workers, "WORKERS_SECONDS", 1)
+        with pytest.raises(TitaniteError, match="has no worker after 1 s; start some"):
+            run(options, output, cluster=other.address)
+    other.add_workers(1)
+    run(options, output, cluster=other.address)
+    assert contents(output) == expected
+
+
+def test_without_distributed_it_says_what_to_install(options, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    with pytest.raises(TitaniteError, match=r"distributed is not installed; .* pip install -r requirements-cluster"):
+        run(options, f"{tmp_path}/out", cluster="tcp://127.0.0.1:1")
