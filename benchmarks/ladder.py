@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.report import add_row, build_parser, finish, prepare_once, require_cpu
 from tools.ladder import main as train_ladder
@@ -49,12 +50,13 @@ def main() -> int:
     minutes = (time.perf_counter() - begin) / 60
     study, _, _ = read_ladder(file)
     found = json.loads((study.folder / "ladder.json").read_text(encoding="utf-8"))
-    rows: list[dict] = []
+    rows: list[dict[str, Any]] = []
     for point in found["points"]:
-        add_row(arguments, rows, point)
+        row = {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in point.items()}
+        add_row(arguments, rows, row)
     off = [point["off_percent"] for point in found["points"] if "off_percent" in point]
     worst = max(off, key=abs)
-    add_row(arguments, rows, {"size": "all", "minutes": round(minutes, 1), "off_percent": worst})
+    add_row(arguments, rows, {"size": "all", "minutes": round(minutes, 1), "off_percent": round(worst, 3)})
     bar = f"the largest size: predicted {worst:+.2f} % off, at most {BAR_PERCENT:g} %"
     return finish(arguments, rows, [(bar, arguments.quick or abs(worst) <= BAR_PERCENT)])
 
