@@ -311,10 +311,9 @@ def start(run: Run, world_size: int, place: dict[str, str]) -> Job:
 
 def find_cause(job: Job) -> str:
     """Why a run has ended: as it recorded, otherwise the last line of its log."""
-    record = read_exit(job.run.folder)
-    if (
-        record and datetime.fromisoformat(record.get("time", "2000-01-01")).timestamp() > job.began - 1
-    ):  # not of an earlier start
+    record = read_exit(job.run.folder) or {}
+    recorded = datetime.fromisoformat(record.get("time", "2000-01-01")).timestamp()
+    if recorded > job.began - 1:  # not of an earlier start
         return record["cause"]
     return ["", *beside(job.run, ".log").read_text(encoding="utf-8", errors="replace").splitlines()][-1]
 
