@@ -24,8 +24,8 @@ class Place:
 
     url: str
     scratch: str = ""  # folder for temporary files on this machine's own disk; "": PARTS, for s3:// the system's
-    # Digest of the plan that PLAN must hold. Then several processes may write a file, and one that was given up by its
-    # cluster may do so late: its temporary file has gone with PARTS, and S3 is asked for the plan before each write.
+    # Digest of the plan that PLAN must hold for a write to count. Several processes may then write a file, and one that
+    # its cluster has given up may come late: when another preparation has begun.
     plan: str = ""
 
     @property
@@ -62,17 +62,19 @@ class Place:
                 temporary = self.folder / PARTS / f"{secrets.token_hex(8)}.tmp"
             with written_whole(self.folder / name, temporary) as file:
                 yield file
+                self._check_plan()  # the next one removes PARTS, and with it the temporary file
             return
         with self.temporary_file() as file:
             yield file
             file.seek(0)
-            if self.plan:
-                self._check_plan()
+            self._check_plan()
             with self.store.create(name) as upload:
                 for chunk in iter(partial(file.read, COPIED_BYTES), b""):
                     upload.write(chunk)
 
     def _check_plan(self) -> None:
+        if not self.plan:
+            return
         plan = self.read_if_there(PLAN)
         if plan is None or digest(bytes(plan)) != self.plan:
             raise DataError(f"{self.url}: another preparation has begun or ended there meanwhile")

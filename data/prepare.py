@@ -193,9 +193,7 @@ def _prepare_files(o: argparse.Namespace, files: Sequence[File], client: Any) ->
         raise DataError("the input holds nothing that can be used: nothing to prepare")
     place = Place(plan.url, o.scratch)
     with writer.locked(place):
-        place.store.check_writable()
-        if client:
-            workers.check_workers(client, place)
+        workers.check_place(place, client)
         _start_or_go_on(plan, tokenizer)
         done = plan.place.read_if_there(DONE)
         if done is None:
@@ -382,7 +380,7 @@ def _finish(plan: Plan, tokenizer: Tokenizer, facts: Mapping[str, Any], records:
     """Write the manifest, remove the parts and return the manifest."""
     place = plan.place
     place.store.remove([_part(number) for number in range(plan.units)])  # before the manifest, which ends all starts
-    written = [(Shard(*shard), pa.Table.from_pylist(rows, INDEX_SCHEMA)) for shard, rows in records]
+    written = [(Shard(*shard), pa.Table.from_pydict(columns, INDEX_SCHEMA)) for shard, columns in records]
     manifest = writer.write_manifest(place, tokenizer, written, facts)
     writer.remove_parts(place)
     return manifest
@@ -399,6 +397,7 @@ def check_options(o: argparse.Namespace) -> None:
         _check(o, option, not getattr(o, option) or o.format in formats, f"no effect with --format {o.format}")
     _check(o, "validation_fraction", 0 <= o.validation_fraction <= 1, "must be from 0 to 1")
     _check(o, "output", o.output and o.output in LOCAL_OR_S3, f"must be a string {LOCAL_OR_S3}")
+    _check(o, "cluster", not (o.cluster and o.dry_run), "no effect with --dry-run")
     _check(o, "processes", not (o.processes and o.cluster), "no effect with --cluster")
     _check(
         o, "keys", o.keys.count(",") == KEYS[o.format].count(","), f"must be as many as in {KEYS[o.format] or 'ids'}"
@@ -650,7 +649,7 @@ def _write_bucket(plan: Plan, bucket: int) -> tuple[int, Any]:
         documents = pack(documents, plan.o.seq_len, _stored_tokenizer(place).eos_id)
     block_bytes = int(plan.o.block_mb * 2**20)
     shard, blocks = writer.write_shard(place, split, number, documents, block_bytes)
-    written = [shard, blocks.to_pylist()]
+    written = [shard, blocks.to_pydict()]
     place.put(record_name, json.dumps(written).encode())
     return bucket, written
 

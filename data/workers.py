@@ -30,6 +30,7 @@ SCHEDULER_SECONDS = 20  # until it must have answered
 WORKERS_SECONDS = 120  # until the first must be there
 CODE = ("data/*.py", "storage/*.py", "config.py")  # what decides a dataset's bytes
 PACKAGES = ("numpy", "pyarrow", "tokenizers")  # and those, too
+MARK = ".mark"  # file that all workers must see
 SMALLER = "continue with the same command, best with fewer --processes, or begin with a smaller --shard-mb"
 CONTINUE = "the same command goes on from there, once a cluster runs"
 
@@ -106,17 +107,22 @@ def connected(address: str) -> Iterator[Any]:
         yield client
 
 
-def check_workers(client: Any, place: Place) -> None:
-    """Raises DataError if a worker has other code than this process, or does not see the place or its scratch."""
-    mark = f".mark-{secrets.token_hex(8)}"
-    place.put(mark, b"mark")
+def check_place(place: Place, client: Any) -> None:
+    """Raises StoreError if nothing can be written there, DataError if a worker of `client`, if any, would fail.
+
+    It would with other code than this process has, or if it does not see the place or its scratch.
+    """
+    mark = secrets.token_hex(8)
+    place.put(MARK, mark.encode())
     try:
-        faults = client.run(_fault_here, place, mark, code_digest(), on_error="return")
+        faults = {}
+        if client:
+            faults = client.run(_fault_here, place, mark, code_digest(), on_error="return")
     finally:
-        place.store.remove([mark])
+        place.store.remove([MARK])
     for worker, fault in sorted(faults.items()):
         if isinstance(fault, ImportError):
-            fault = f"cannot import Titanite, start it in the same folder as this command: {fault}"
+            fault = f"cannot import Titanite; start it with PYTHONPATH set to this command's folder: {fault}"
         if fault:
             raise DataError(f"worker {worker}: {fault}")
 
@@ -127,7 +133,7 @@ def _fault_here(place: Place, mark: str, digest: str) -> str:
         return f"has another version of Titanite, or of {', '.join(PACKAGES)}, than this command"
     if place.scratch and not os.path.isdir(place.scratch):
         return f"--scratch {place.scratch}: is no folder there"
-    if not place.has(mark):
+    if place.read_if_there(MARK) != mark.encode():
         return f"does not see {place.url}, which must be a folder that all share, or s3://bucket/folder"
     return ""
 
@@ -177,7 +183,7 @@ class _Work:
 
 
 def _run(task: Any, work: _Work) -> Any:
-    if code_digest() != work.digest:  # a worker that came later than `check_workers`
+    if code_digest() != work.digest:  # a worker that came later than `check_place`
         raise DataError("a worker has another version of Titanite than this command")
     _share_cores()
     return work.function(task)

@@ -1,7 +1,6 @@
 """Datasets prepared by a Dask cluster of three processes are those of one process, whatever is killed."""
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -19,27 +18,10 @@ from data import sources, workers
 from data.prepare import words_of
 from data.tokenizer import train_tokenizer
 from tests.corpus import prepare
-from tests.ports import free_port
+from tests.dask_cluster import Cluster
 from tests.s3.server import s3_environment
 
 pytest.importorskip("distributed", reason="pip install -r requirements-cluster.txt")
-ROOT = Path(__file__).parents[2]
-# A worker that is to run FUNCTION removes the file kill-FUNCTION, if there is one, and kills itself.
-TRAPS = """
-import os
-from data import writer, prepare
-def set_trap(module, name):
-    real = getattr(module, name)
-    def trapped(*arguments):
-        try:
-            os.remove('kill-' + name)
-        except FileNotFoundError:
-            return real(*arguments)
-        os.kill(os.getpid(), 9)
-    setattr(module, name, trapped)
-set_trap(prepare, '_write_part')
-set_trap(writer, 'write_shard')
-"""
 # A client that kills itself at the third result of one pass.
 KILLED_CLIENT = """
 import os, sys
@@ -57,34 +39,14 @@ prepare.main(sys.argv[2:])
 """
 
 
-class Cluster(ExitStack):
-    """A scheduler and workers, each a process, which end with it."""
-
-    def __init__(self, folder: Path, endpoint: str) -> None:
-        super().__init__()
-        self.folder = folder
-        self.environment = os.environ | s3_environment(endpoint) | {"PYTHONPATH": str(ROOT)}
-        self.address = f"tcp://127.0.0.1:{free_port()}"
-        (folder / "traps.py").write_text(TRAPS)
-        self.scheduler = self.start("scheduler", f"--host={self.address}")
-
-    def start(self, *words: str) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "dask", *words, "--no-dashboard"]
-        process = subprocess.Popen(command, env=self.environment, cwd=self.folder, stderr=subprocess.DEVNULL)
-        self.callback(process.wait)
-        self.callback(process.kill)
-        return process
-
-    def add_workers(self, count: int) -> None:
-        for _ in range(count):
-            self.start("worker", self.address, "--no-nanny", "--nthreads=1", "--preload=traps.py")
-
-
 @pytest.fixture(scope="module")
 def clusters(s3_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Cluster]]:
     """One with three workers, and one without."""
     with ExitStack() as kept:
-        both = [kept.enter_context(Cluster(tmp_path_factory.mktemp("cluster"), s3_endpoint)) for _ in range(2)]
+        both = [
+            kept.enter_context(Cluster(tmp_path_factory.mktemp("cluster"), s3_environment(s3_endpoint)))
+            for _ in range(2)
+        ]
         both[0].add_workers(3)
         yield both
 
@@ -161,13 +123,13 @@ def test_a_worker_that_is_killed_costs_its_task(clusters, options, expected, out
         ({"processes": 2}, {}, "--processes 2: no effect with --cluster"),
         ({"scratch": "/missing"}, {}, "worker tcp://.*: --scratch /missing: is no folder there"),
         ({}, {"code_digest": lambda: "other"}, "worker tcp://.*: has another version of Titanite, or of numpy"),
-        ({}, {"Place.put": lambda *_: None}, "worker tcp://.*: does not see .*out, which must be a folder that all"),
+        ({}, {"MARK": ".other"}, "worker tcp://.*: does not see .*out, which must be a folder that all"),
     ],
 )
 def test_what_would_fail_is_said_first(clusters, options, tmp_path, monkeypatch, given, broken, message):
     monkeypatch.setattr(workers, "SCHEDULER_SECONDS", 1)
     for name, stand_in in broken.items():
-        monkeypatch.setattr(f"data.{'place' if '.' in name else 'workers'}.{name}", stand_in)
+        monkeypatch.setattr(workers, name, stand_in)
     with pytest.raises(TitaniteError, match=message):
         run(options, **{"output": f"{tmp_path}/out", "cluster": clusters[0].address} | given)
     assert not contents(f"{tmp_path}/out")
