@@ -25,7 +25,7 @@ from tests.dask_cluster import Cluster
 from tests.s3.server import create_bucket, s3_environment, s3_server
 
 WORKERS = 3
-SOURCES = ("--source", "tests", "data", "run", "tools")  # of this repository
+SOURCES = ("--source", "checkpoint", "data", "docs", "models", "run", "storage", "tools")  # of this repository
 SIZES = ("--shard-mb=0.1", "--block-mb=0.02")
 SMALL_UNITS = "from data import prepare, sources; sources.UNIT_BYTES = 50_000; prepare.main()"
 
@@ -45,6 +45,7 @@ def digests(output: str) -> dict[str, str]:
 def prepare_with_kill(folder: Path, output: str, victim: str, moment: float, tokenizer: str) -> dict[str, Any]:
     """Prepare, kill the victim after `moment` seconds, and give the command again until it has succeeded."""
     starts = 0
+    error = ""  # of the first start
     with ExitStack() as kept:
         cluster = kept.enter_context(Cluster(folder, {}))
         workers = cluster.add_workers(WORKERS)
@@ -56,9 +57,13 @@ def prepare_with_kill(folder: Path, output: str, victim: str, moment: float, tok
         killed.kill()
         while True:
             starts += 1
-            command.communicate()
+            said = command.communicate()[1]
             if command.returncode == 0:
-                return {"killed": victim, "after_s": moment, "was_running": was_running, "starts": starts}
+                row = {"killed": victim, "after_s": moment, "was_running": was_running}
+                return {**row, "starts": starts, "error": error}
+            error = error or said.decode().rpartition("error: ")[2].strip()
+            if starts == 3:
+                raise RuntimeError(said.decode())
             if victim == "scheduler" and starts == 1:
                 cluster = kept.enter_context(Cluster(folder, {}))
                 cluster.add_workers(WORKERS)

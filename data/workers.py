@@ -121,6 +121,8 @@ def check_place(place: Place, client: Any) -> None:
     finally:
         place.store.remove([MARK])
     for worker, fault in sorted(faults.items()):
+        if isinstance(fault, OSError):  # it has died meanwhile, and others do its work
+            continue
         if isinstance(fault, ImportError):
             fault = f"cannot import Titanite; start it with PYTHONPATH set to this command's folder: {fault}"
         if fault:
