@@ -123,8 +123,8 @@ def check_place(place: Place, client: Any) -> None:
     for worker, fault in sorted(faults.items()):
         if isinstance(fault, OSError):  # it has died meanwhile, and others do its work
             continue
-        if isinstance(fault, ImportError):
-            fault = f"cannot import Titanite; start it with PYTHONPATH set to this command's folder: {fault}"
+        if isinstance(fault, Exception):  # most likely its import
+            fault = f"{fault}; PYTHONPATH must be this command's folder there"
         if fault:
             raise DataError(f"worker {worker}: {fault}")
 

@@ -15,7 +15,9 @@ import pytest
 
 from config import TitaniteError
 from data import sources, workers
+from data.place import PLAN, Place
 from data.prepare import words_of
+from data.shards import digest
 from data.tokenizer import train_tokenizer
 from tests.corpus import prepare
 from tests.dask_cluster import Cluster
@@ -133,6 +135,16 @@ def test_what_would_fail_is_said_first(clusters, options, tmp_path, monkeypatch,
     with pytest.raises(TitaniteError, match=message):
         run(options, **{"output": f"{tmp_path}/out", "cluster": clusters[0].address} | given)
     assert not contents(f"{tmp_path}/out")
+
+
+def test_a_late_writer_writes_nothing_where_another_preparation_has_begun(output, tmp_path):
+    """Such as a worker that its scheduler had given up."""
+    (tmp_path / "out" / ".parts").mkdir(parents=True)
+    Place(output).put(PLAN, b"new")
+    with pytest.raises(TitaniteError, match="another preparation has begun or ended there meanwhile"):
+        Place(output, plan=digest(b"old")).put("train-00000.arrow", b"old")
+    assert contents(output) == {f"/{PLAN}": b"new"}
+    Place(output, plan=digest(b"new")).put("train-00000.arrow", b"new")
 
 
 @pytest.mark.parametrize("output", ["s3"], indirect=True)
