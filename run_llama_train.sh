@@ -17,7 +17,7 @@ MAX_RESTARTS=${MAX_RESTARTS:-0}  # how often torchrun may start the run again, a
 LOG_RANK=${LOG_RANK:-}   # ranks that print progress, such as 0,1; default: 0
 
 case $NGPU in 0* | *[!0-9]*) echo "error: NGPU=$NGPU: must be a number of processes, at least 1" >&2; exit 2 ;; esac
-default=--config=${CONFIG_FILE:-train_configs/default.toml} help= own=() words=()
+default=--config=${CONFIG_FILE:-train_configs/default.toml} help= datasets= own=() words=()
 while [ $# -gt 0 ]; do
   case $1 in
     --data | --data=*)
@@ -27,9 +27,11 @@ while [ $# -gt 0 ]; do
         case $text in "") ;; /* | *://*) own+=("$text") ;; *) own+=("$here/$text") ;; esac
       done
       [ "${own[*]}" ] || { echo "error: --data: must name folders, files or globs of text" >&2; exit 2; } ;;
+    --data.datasets*) datasets=1 words+=("$1") && shift ;;
     *) words+=("$1") && shift ;;
   esac
 done
+if [ "${own[*]}" ] && [ "$datasets" ]; then echo "error: --data and --data.datasets: two sets of data" >&2; exit 2; fi
 set -- "${words[@]}"
 for word in "$@"; do
   case $word in

@@ -213,6 +213,12 @@ def _record_patch(folder: Path) -> str:
     return name
 
 
+def resume_command(folder: Path, processes: int) -> str:
+    """What to type to go on with a run, with as many processes on this machine."""
+    start = f"NGPU={processes} ./run_llama_train.sh" if processes > 1 else "./run_llama_train.sh"
+    return f"{start} --resume {folder}"
+
+
 def record_config(folder: Path, config: Config) -> None:
     """Write config.toml. On a resume only after the checkpoint accepted `config`: a mistake can be undone."""
     write_atomically(folder / "config.toml", settings.to_toml(config).encode())

@@ -28,7 +28,7 @@ from parallel.mesh import ParallelDims
 from parallel.pipeline import Compute
 from run.exits import AGAIN, EXPLAINED, MISTAKE
 from run.failures import RolledBackError
-from run.folder import note_start, record_config, start_run
+from run.folder import note_start, record_config, resume_command, start_run
 from run.processes import (
     LaunchEnvironment,
     from_rank_0,
@@ -249,10 +249,14 @@ class TrainingRun:
         if step == steps:
             self._say_what_next(summary)
         else:
-            logger.info(f"  go on:       ./run_llama_train.sh --resume {self.folder}")
+            logger.info(f"  go on:       {self._resume}")
         dist.barrier()  # when a rank leaves with AGAIN, torchrun ends the others: let rank 0 record the end first
         if self.stop.elsewhere and step < steps:
             sys.exit(AGAIN)  # torchrun starts us again, with the nodes that remain
+
+    @property
+    def _resume(self) -> str:
+        return resume_command(self.folder, self.environment.local_world_size)
 
     def _say_what_next(self, summary: str) -> None:
         training = self.config.training
@@ -263,14 +267,15 @@ class TrainingRun:
         if self.data.is_chat:
             ask = "--chat"
         python = os.path.relpath(sys.executable)
-        logger.info(f"  {summary}")
+        if summary:
+            logger.info(f"  {summary}")
         logger.info(f"  curves:      {python} -m tools.compare {self.folder}")
         if self.config.checkpoint.enable:
             logger.info(f"  write text:  {python} generate.py {self.folder} {ask}")
-            logger.info(f"  train on:    ./run_llama_train.sh --resume {self.folder} --training.{more}")
+            logger.info(f"  train on:    {self._resume} --training.{more}")
 
     def _check_written(self, step: int) -> None:
         if self._unwritten:
             saved = "is saved" if self.config.checkpoint.enable else "was the last"
-            again = f"make room there, then ./run_llama_train.sh --resume {self.folder}"
+            again = f"make room there, then {self._resume}"
             raise TitaniteError(f"{self._unwritten}; step {step} {saved}: {again}")

@@ -20,7 +20,10 @@ ENDED_BY_TORCHRUN = (-signal.SIGTERM, -signal.SIGKILL)  # exit codes of the othe
 
 
 def main() -> None:
-    """Run the ranks as the command line says. Exits with MISTAKE after one, otherwise as torchrun does."""
+    """Run the ranks as the command line says.
+
+    Exits with MISTAKE after one, with 128 + N after signal N, otherwise as torchrun does.
+    """
     with tempfile.TemporaryDirectory() as folder:
         explained = Path(folder) / "explained"
         os.environ[EXPLAINED] = str(explained)
@@ -33,10 +36,10 @@ def main() -> None:
             if not explained.exists() or codes - {MISTAKE, *ENDED_BY_TORCHRUN}:
                 raise
             sys.exit(MISTAKE)
-        except SignalException:  # which a rank sends so that torchrun starts it no more
-            if not explained.exists():
-                raise
-            sys.exit(MISTAKE)
+        except SignalException as error:  # also from a rank, so that torchrun starts it no more
+            if explained.exists():
+                sys.exit(MISTAKE)
+            sys.exit(128 + error.sigval)
 
 
 if __name__ == "__main__":

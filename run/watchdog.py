@@ -25,7 +25,7 @@ from config import PATIENCE, Config, TitaniteError
 from parallel.device import device_type
 from run.exits import AGAIN
 from run.failures import RolledBackError
-from run.folder import record_exit
+from run.folder import record_exit, resume_command
 from run.processes import LaunchEnvironment, process_state
 from run.stop import StopAtOnce
 from storage import OutageError
@@ -158,7 +158,7 @@ class Watchdog:
         if not self.folder.is_dir():  # a person has removed it
             return
         orderly = end.kind in ("finished", "stopped")
-        action = f"go on with ./run_llama_train.sh --resume {self.folder}"
+        action = f"go on with {resume_command(self.folder, self.environment.local_world_size)}"
         if end.kind == "finished":
             action = "none"
         elif self.environment.restarts < self.environment.max_restarts and not orderly:

@@ -75,7 +75,7 @@ def _first_words(files: Sequence[File]) -> str:
 
 
 if __name__ == "__main__":
-    with command_line():
+    with command_line(exit_code=2):
         parser = argparse.ArgumentParser("python -m tools.own_text", description="Prepare text for a run.")
         parser.add_argument("sources", nargs="+", help="folders, files or globs")
         print(*prepare_own_text(parser.parse_args().sources), sep="\n")

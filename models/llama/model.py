@@ -94,7 +94,8 @@ class LlamaConfig:
         for name in ("windows", "rope_thetas"):  # lists in TOML and JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.n_heads % self.n_kv_heads or self.head_dim % 2:
-            raise ValueError(f"n_heads must be a multiple of n_kv_heads and head_dim even: {self}")
+            heads = f"n_heads = {self.n_heads}, n_kv_heads = {self.n_kv_heads}, head_dim = {self.head_dim}"
+            raise ValueError(f"n_heads must be a multiple of n_kv_heads and head_dim even: {heads}")
         if self.qk_norm not in ("", "head", "width"):
             raise ValueError(f'qk_norm = {self.qk_norm!r}: must be "", "head" or "width"')
 

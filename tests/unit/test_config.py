@@ -17,6 +17,7 @@ import train
 from config import Config, ConfigError, TitaniteError, Training, load_config, to_toml
 from models import find_model
 from models.llama import FLAVORS
+from models.llama.model import LlamaConfig
 from optim import check_optim, fit_schedule
 from tests.corpus import write_dataset
 
@@ -160,6 +161,8 @@ def test_help_shows_what_would_run_and_every_flavor(capsys: pytest.CaptureFixtur
     assert "--optimizer.lr=... a number >= 0; here 0.006; default 0.0003 " in printed
     assert "--optimizer.beta2=... a number from 0 to 0.99999; here 0.9; default" in printed
     assert f"Size within the family: {', '.join(FLAVORS)}. " in printed
+    fields = [item.name for item in dataclasses.fields(LlamaConfig) if item.name not in ("n_layers", "vocab_size")]
+    assert f"adds one: {', '.join(fields)}. models/llama/model.py" in printed
 
 
 def test_a_branch_takes_the_config_of_its_trunk(tmp_path: Path) -> None:

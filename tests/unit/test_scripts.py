@@ -141,6 +141,11 @@ def test_a_branch_has_no_default_config(words: list[str], runner: Path) -> None:
     assert log_of(runner)[-1].endswith(" ".join(["train.py", "--config=own.toml", words[-1]]))
 
 
+def test_two_sets_of_data_are_refused(runner: Path) -> None:
+    said = run(runner, "./run_llama_train.sh", "--data", "x", "--data.datasets=y")
+    assert said == (2, "error: --data and --data.datasets: two sets of data\n")
+
+
 @pytest.mark.parametrize("restarts", ["0", "1"])
 def test_a_mistake_that_ranks_find_ends_in_one_line(restarts: str) -> None:
     """Torchrun starts the ranks no second time."""
