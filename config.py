@@ -176,8 +176,8 @@ class Model:
     --checkpoint.initial_load=PLACE means on a command line that names no flavor."""
     changes: tuple[str, ...] = ()
     """Fields of the flavor with other values, such as `dim=512`. --model.dim=512, or `dim = 512` in TOML, adds one:
-    dim, n_heads, n_kv_heads, hidden_dim, head_dim, norm_eps, rope_theta, rope_scaling, tie_embeddings, qkv_bias, o_bias,
-    mlp_bias, qk_norm, norm_after, windows, rope_thetas, embedding_multiplier, attention_multiplier,
+    dim, n_heads, n_kv_heads, hidden_dim, head_dim, norm_eps, rope_theta, rope_scaling, tie_embeddings, qkv_bias,
+    o_bias, mlp_bias, qk_norm, norm_after, windows, rope_thetas, embedding_multiplier, attention_multiplier,
     residual_multiplier, logits_divisor. models/llama/model.py says what they are."""
     vocab_size: Count = 0
     """Rows of the embedding. 0: the flavor's; if it names none, the tokenizer's, rounded up to a multiple of 64."""
