@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--schedulers", type=int, default=5)
     arguments = parser.parse_args()
     times = {"worker": arguments.workers, "command": arguments.commands, "scheduler": arguments.schedulers}
-    rows = []
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name, s3_server() as endpoint:
         os.environ.update(s3_environment(endpoint))
         create_bucket(endpoint, "kills")
