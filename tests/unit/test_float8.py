@@ -98,8 +98,8 @@ def test_one_line_suffices_for_every_config(file: Path) -> None:
         with pytest.raises(ConfigError, match=r'too small to gain.*set float8.filter = "all"'):
             convert_to_float8(model, config.float8)
     else:
-        wide = config.model.flavor != "qwen3_0.6B"  # of which 1,024 columns are too few to gain
-        assert len(convert_to_float8(model, config.float8)[0]) >= (5 if wide else 3)
+        narrow = {"qwen3_0.6B": 3, "124M": 2, "350M": 2}  # many of their layers are too small to gain
+        assert len(convert_to_float8(model, config.float8)[0]) >= narrow.get(config.model.flavor, 5)
 
 
 ATTENTION, FEED_FORWARD = {"wq", "wk", "wv", "wo"}, {"w1", "w2", "w3"}
