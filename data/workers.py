@@ -85,6 +85,7 @@ def connected(address: str) -> Iterator[Any]:
         return
     try:
         from distributed import Client
+        from distributed.comm import CommClosedError
     except ImportError:
         advice = "--cluster needs: pip install -r requirements-cluster.txt"
         raise DataError(f"distributed is not installed; {advice}") from None
@@ -104,7 +105,10 @@ def connected(address: str) -> Iterator[Any]:
             client.wait_for_workers(1, timeout=WORKERS_SECONDS)
         except TimeoutError:
             raise DataError(f"--cluster {address}: has no worker after {WORKERS_SECONDS} s; start some") from None
-        yield client
+        try:
+            yield client
+        except CommClosedError:
+            raise DataError(f"the cluster's scheduler is gone; {CONTINUE}") from None
 
 
 def check_place(place: Place, client: Any) -> None:
