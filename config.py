@@ -591,7 +591,7 @@ def load_config(argv: Sequence[str]) -> Config:
 
 def _trunk_values(place: str) -> dict[str, Any]:
     """The settings that a branch takes from the run it begins from, a folder. Raises ConfigError."""
-    trunk = place.rpartition("@")[0] or place
+    trunk = re.sub(r"@(\d+|best)$", "", place)
     folder = re.sub(r"/checkpoints(/[^/]+)?/?$", "", trunk)  # PLACE may be the run's checkpoints, or one of them
     recorded = Path(folder, "config.toml")
     if not recorded.is_file():

@@ -257,6 +257,8 @@ def count(cases: Sequence[Case]) -> dict[Case, DryRun]:
 def _with_windows(counted: DryRun, config: Config) -> DryRun:
     """The counts with the pairs of a query and a key that the layers' windows leave of all causal ones."""
     flavor = find_model(config.model, DEFAULT_VOCAB_SIZE)[1]
+    if not getattr(flavor, "windows", ()):  # also a model of another family than Llama's
+        return counted
     S = config.training.max_seq_len
     windows = [min(flavor.window(layer) or S, S) for layer in range(flavor.n_layers)]
     seen = sum(window * (2 * S - window + 1) for window in windows)

@@ -156,17 +156,27 @@ def test_a_mistake_that_ranks_find_ends_in_one_line(restarts: str) -> None:
     assert code == 2
 
 
-def test_a_crash_of_a_rank_shows_all_that_torchrun_says(checkout: Path) -> None:
-    """Also with the exit code of a mistake, where no rank has explained it."""
+STOP_TORCHRUN = "import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(99)\n"
+
+
+@pytest.mark.parametrize(
+    ("rank", "code", "shown", "not_shown"),
+    [("exit(2)\n", 1, "exitcode  : 2", "no such line"), (STOP_TORCHRUN, 143, "SIGTERM", "Traceback")],
+)
+def test_a_crash_of_a_rank_shows_all_that_torchrun_says_and_a_stop_no_traceback(
+    rank: str, code: int, shown: str, not_shown: str, checkout: Path
+) -> None:
+    """A crash also with the exit code of a mistake, where no rank has explained it."""
     write_program(checkout / "setup.sh", "#!/bin/sh\n")
-    write_program(checkout / "train.py", "exit(2)\n")
+    write_program(checkout / "train.py", rank)
     for path in ROOT.iterdir():
         if not (checkout / path.name).exists():
             (checkout / path.name).symlink_to(path)
-    code, said = run(checkout, "./run_llama_train.sh", "--data.datasets=/nowhere", NGPU="1")
-    assert code == 1
-    assert "exitcode  : 2" in said
-    assert "train.py FAILED" in said
+    ended, said = run(checkout, "./run_llama_train.sh", "--data.datasets=/nowhere", NGPU="1")
+    assert ended == code
+    assert shown in said
+    assert ("train.py FAILED" in said) == (code == 1)
+    assert not_shown not in said
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,18 @@ def test_the_first_who_knows_the_cause_writes_it(tmp_path: Path, capfd: pytest.C
         assert "forward/backward of step 7); last checkpoint step 5; next: torchrun starts the job again" in line
 
 
+def stop_by_hand(folder: Path) -> None:
+    rank = dist.get_rank()
+    watchdog = Watchdog(folder, LaunchEnvironment(rank, rank, 2, local_world_size=2), Config())
+    watchdog.announce(End("stopped", "by hand"))
+
+
+def test_a_stopped_run_says_what_to_type_to_go_on(tmp_path: Path) -> None:
+    run_ranks(2, stop_by_hand, tmp_path)
+    command = f"NGPU=2 ./run_llama_train.sh --resume {tmp_path}"
+    assert how_it_ended(tmp_path)["next_action"] == f"go on with {command}"
+
+
 def lose_the_other(folder: Path) -> None:
     """The second of two ranks is killed, and the first waits for it in a collective."""
     rank = dist.get_rank()
