@@ -253,6 +253,7 @@ class ParameterGroup:
     lr: NonNegative = 1.0  # times optimizer.lr
     weight_decay: Annotated[float, Range(-1)] = -1.0  # -1: as without the group
     betas: tuple[Decay, ...] = ()  # AdamW's two, or Muon's momentum; none: as without the group
+    rows: Count = 0  # Muon orthogonalizes so many at a time, such as those of a head; 0: all rows together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,13 +272,19 @@ class Optimizer:
     """Added to AdamW's denominator."""
     momentum: Decay = 0.95
     """Decay of Muon's running mean of the gradient."""
+    polynomials: Literal["jordan", "quintic", "polar_express"] = "jordan"
+    """How near Muon brings singular values to 1 in its five steps: jordan 0.7 to 1.2, quintic 0.98 to 1.03."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
+    cautious_decay: bool = False
+    """Decay a weight only in steps that also move it towards 0 (Chen et al. 2025)."""
+    falling_decay: bool = False
+    """Let weight decay follow the learning rate: `weight_decay` at the peak, none where the rate ends at 0."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the stored running means. bfloat16 halves their memory and needs decays of at most 0.98."""
     groups: tuple[ParameterGroup, ...] = ()
     """Tables of other settings for some weights, by name: [{pattern = "*norm*", lr = 0.5}]. The first match counts.
-    Keys: pattern, kind, lr (a factor), weight_decay, betas."""
+    Keys: pattern, kind, lr (a factor), weight_decay, betas, rows (which Muon takes together, as those of a head)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,15 @@
 
 Muon (Jordan et al. 2024) replaces a matrix's momentum by the nearest matrix with orthogonal rows or columns. That needs
 the whole matrix. So one of the ranks that share it, its owner, receives all parts, computes, and sends the parts of the
-result back: in a step each element of a matrix goes to its owner once and back to each rank that holds it.
+result back: in a step each element of a matrix goes to its owner once and back to each rank that holds it. Matrices of
+one shape are computed together.
+
+Letters of shapes: B matrices, R rows, C columns.
 """
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -24,11 +27,26 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from config import Compile
 from parallel.gradients import compile_each_shape
 
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # Jordan's: all singular values come between about 0.7 and 1.2
-NEWTON_SCHULZ_STEPS = 5
+# Polynomials a x + b x^3 + c x^5 of singular values that are at most 1, applied one after another.
+POLYNOMIALS = {
+    # Jordan et al. 2024: between about 0.7 and 1.2 at the end, also from 0.005.
+    "jordan": ((3.4445, -4.7750, 2.0315),) * 5,
+    # Megatron-LM's: between 0.98 and 1.03 from 0.01.
+    "quintic": (
+        (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    # Amsel et al. 2025, "The Polar Express": the best in the worst case from 0.001; with their margin of 1 %.
+    "polar_express": (
+        (8.2052, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250),
+        (3.2856, -2.4153, 0.4853), (2.2779, -1.6198, 0.3985),
+    ),
+}  # fmt: skip
+BATCH_NUMBERS = 2**24  # most numbers in matrices that a rank computes together: a larger one fills a GPU alone
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # running means of each kind of group
 ADAMW_RMS = 0.2  # of the elements of AdamW's updates, which Muon's match (Liu et al. 2025, "Muon is scalable")
 Part = tuple[slice, slice]  # of a matrix: rows, columns
+Pieces = defaultdict[int, list[Tensor]]  # rank → tensors for it or from it
 
 
 class GroupedOptimizer(torch.optim.Optimizer):
@@ -52,7 +70,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self.dtype = dtype
         self.group = group
         self.update_adamw = compile_each_shape(_adamw_update, compile)
-        self.rounds: dict[tuple[int, ...], list[list[Share]]] = {}  # plans, by the matrices that have a gradient
+        self.plans: dict[tuple[int, ...], Plan] = {}  # by the matrices that have a gradient
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -61,7 +79,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["kind"] == "muon":
                 matrices += [(parameter, group) for parameter in trained]
-            elif self.state_dtype == torch.float32:
+            elif self.state_dtype == torch.float32 and not group["cautious"]:
                 self._step_fused_adamw(trained, group)
             else:
                 for parameter in trained:
@@ -89,13 +107,18 @@ class GroupedOptimizer(torch.optim.Optimizer):
         """Update `matrices`, each given with its group."""
         updates = [self._momentum(matrix, group["betas"][0]) for matrix, group in matrices]
         key = tuple(id(matrix) for matrix, _ in matrices)
-        if key not in self.rounds:
-            self.rounds[key] = plan_rounds([matrix for matrix, _ in matrices], self.group)
-        orthogonalize_all(updates, self.rounds[key], self.group)
+        if key not in self.plans:
+            ways = [_way_of(matrix, group) for matrix, group in matrices]
+            self.plans[key] = plan_muon([matrix for matrix, _ in matrices], ways, self.group)
+        orthogonalize_all(updates, self.plans[key], self.group)
         for (matrix, group), update in zip(matrices, updates, strict=True):
-            scale = ADAMW_RMS * math.sqrt(max(matrix.shape))
+            rows = group["rows"] or matrix.shape[0]
+            scale = ADAMW_RMS * math.sqrt(max(rows, matrix.shape[1]))
             weights = local(matrix)
-            weights.mul_(1 - group["lr"] * group["weight_decay"])
+            shrink: Any = 1 - group["lr"] * group["weight_decay"]
+            if group["cautious"]:
+                shrink = torch.where(update * weights > 0, shrink, 1.0)
+            weights.mul_(shrink)
             weights.add_(update, alpha=-group["lr"] * scale)
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
@@ -133,7 +156,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         shrink = torch.tensor(1 - group["lr"] * group["weight_decay"], dtype=torch.float32)
         rate = group["lr"] / (1 - beta1**step)
         correction = 1 - beta2**step
-        self.update_adamw(*tensors, shrink, rate, correction, beta1, beta2, group["eps"])
+        self.update_adamw(*tensors, shrink, rate, correction, beta1, beta2, group["eps"], group["cautious"])
 
 
 def local(x: Tensor) -> Tensor:
@@ -156,8 +179,9 @@ def _adamw_update(
     beta1: float,
     beta2: float,
     eps: float,
+    cautious: bool,
 ) -> None:
-    """One AdamW step, in place (Loshchilov and Hutter 2019, algorithm 2).
+    """One AdamW step, in place (Loshchilov and Hutter 2019, algorithm 2). `cautious`: as optimizer.cautious_decay.
 
     Numbers on the host: `shrink` is the factor of weight decay, `rate` the learning rate with the mean's bias
     correction, `correction` that of the mean square.
@@ -166,22 +190,42 @@ def _adamw_update(
     square = torch.lerp(exp_avg_sq.float(), grad.float().square(), 1 - beta2)
     exp_avg.copy_(mean)
     exp_avg_sq.copy_(square)
-    parameter.mul_(shrink).sub_(rate * mean / ((square / correction).sqrt() + eps))
+    update = rate * mean / ((square / correction).sqrt() + eps)
+    if cautious:
+        shrink = torch.where(update * parameter > 0, shrink, 1.0)
+    parameter.mul_(shrink).sub_(update)
 
 
-def orthogonalize(matrix: Tensor) -> Tensor:
-    """U S V^T with singular values S between about 0.7 and 1.2, of a matrix U X V^T; of its type (Jordan et al. 2024).
+class Way(NamedTuple):
+    """How a matrix is orthogonalized. Those with the same way are computed together."""
 
-    Five Newton-Schulz steps in which all singular values approach 1 and then scatter around it.
+    shape: torch.Size
+    rows: int  # of the pieces that are orthogonalized apart
+    polynomials: str  # a key of POLYNOMIALS
+
+
+def _way_of(matrix: Tensor, group: dict[str, Any]) -> Way:
+    return Way(matrix.shape, group["rows"] or matrix.shape[0], group["polynomials"])
+
+
+def orthogonalize(matrices: Tensor, polynomials: str = "jordan") -> Tensor:
+    """U S V^T with singular values S about 1, of matrices U X V^T [B, R, C]; of their type (Jordan et al. 2024).
+
+    Newton-Schulz steps: each applies a polynomial to all singular values, by matmuls alone.
     """
-    a, b, c = NEWTON_SCHULZ
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.T if is_tall else matrix
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(NEWTON_SCHULZ_STEPS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for a, b, c in POLYNOMIALS[polynomials]:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def _orthogonalize_pieces(matrices: Tensor, way: Way) -> Tensor:
+    """Orthogonalize matrices [B, R, C], each in pieces of `way.rows` rows."""
+    pieces = matrices.reshape(-1, way.rows, way.shape[1])
+    return orthogonalize(pieces, way.polynomials).reshape(matrices.shape)
 
 
 class Share(NamedTuple):
@@ -189,29 +233,51 @@ class Share(NamedTuple):
 
     number: int  # of the matrix
     owner: int
-    shape: torch.Size
+    way: Way
     parts: dict[int, Part]  # rank → what it holds
     senders: list[int]  # that hold one copy of the matrix between them, the owner's own part included
 
 
-def plan_rounds(matrices: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[list[Share]]:
-    """Give each spread matrix an owner, so that all ranks compute about the same. In a round each owns at most one."""
-    spread = {number: matrix for number, matrix in enumerate(matrices) if isinstance(matrix, DTensor)}
-    work = {number: matrix.numel() * min(matrix.shape) for number, matrix in spread.items()}
-    rounds: list[list[Share]] = []
+class Plan(NamedTuple):
+    """Who computes which matrices, by their numbers. A batch has one way."""
+
+    ways: Sequence[Way]
+    batches: list[list[int]]  # of matrices that each rank holds whole
+    rounds: list[list[Share]]  # of spread matrices: in a round each owner computes one batch
+
+
+def plan_muon(matrices: Sequence[Tensor], ways: Sequence[Way], group: dist.ProcessGroup | None) -> Plan:
+    """Form batches. Each spread matrix has an owner, so that all ranks compute about the same."""
+    whole = [number for number, matrix in enumerate(matrices) if not isinstance(matrix, DTensor)]
+    shares = {}
+    owned: dict[int, list[int]] = defaultdict(list)  # rank → matrices
     load = Counter[int]()  # rank → work
-    owned = Counter[int]()  # rank → matrices
-    for number in sorted(work, key=lambda number: -work[number]):
-        matrix = spread[number]
-        parts, copies = _spread_of(matrix.shape, matrix.device_mesh, matrix.placements, group)
-        owner = min(parts, key=lambda rank: load[rank])
-        senders = [rank for rank in parts if copies[rank] == copies[owner]]
-        if owned[owner] == len(rounds):
-            rounds.append([])
-        rounds[owned[owner]].append(Share(number, owner, matrix.shape, parts, senders))
-        owned[owner] += 1
-        load[owner] += work[number]
-    return rounds
+    work = [way.shape.numel() * min(way.rows, way.shape[1]) for way in ways]
+    for number in sorted(range(len(matrices)), key=lambda number: -work[number]):
+        matrix = matrices[number]
+        if isinstance(matrix, DTensor):
+            parts, copies = _spread_of(matrix.shape, matrix.device_mesh, matrix.placements, group)
+            owner = min(parts, key=lambda rank: load[rank])
+            senders = [rank for rank in parts if copies[rank] == copies[owner]]
+            shares[number] = Share(number, owner, ways[number], parts, senders)
+            owned[owner].append(number)
+            load[owner] += work[number]
+    rounds = []
+    for batches in itertools.zip_longest(*(_form_batches(numbers, ways) for numbers in owned.values()), fillvalue=[]):
+        rounds.append([shares[number] for number in itertools.chain(*batches)])
+    return Plan(ways, _form_batches(whole, ways), rounds)
+
+
+def _form_batches(numbers: Sequence[int], ways: Sequence[Way]) -> list[list[int]]:
+    """Batches of matrices of one way, each of at most BATCH_NUMBERS numbers or of a single matrix."""
+    alike: dict[Way, list[int]] = defaultdict(list)
+    for number in numbers:
+        alike[ways[number]].append(number)
+    batches = []
+    for way, members in alike.items():
+        size = max(1, BATCH_NUMBERS // way.shape.numel())
+        batches += [members[first : first + size] for first in range(0, len(members), size)]
+    return batches
 
 
 @lru_cache
@@ -249,80 +315,84 @@ def _spread_of(
     return parts, copies
 
 
-def orthogonalize_all(
-    updates: Sequence[Tensor], rounds: Sequence[Sequence[Share]], group: dist.ProcessGroup | None
-) -> None:
+def orthogonalize_all(updates: Sequence[Tensor], plan: Plan, group: dist.ProcessGroup | None) -> None:
     """Make matrices orthogonal, in place. `updates` are this rank's parts of them. Collective in `group`.
 
     The parts of the next round are on their way while one is computed.
     """
-    spread = {share.number for shares in rounds for share in shares}
-    for number, update in enumerate(updates):
-        if number not in spread:
-            update.copy_(orthogonalize(update))
-    gathers = (_gather(shares, updates, group) for shares in rounds)
+    for numbers in plan.batches:
+        batch = torch.stack([updates[number] for number in numbers])
+        results = _orthogonalize_pieces(batch, plan.ways[numbers[0]])
+        for number, result in zip(numbers, results, strict=True):
+            updates[number].copy_(result)
+    gathers = (_gather(shares, updates, group) for shares in plan.rounds)
     arriving = next(gathers, None)
-    for shares in rounds:
+    for shares in plan.rounds:
         assert arriving is not None
-        matrix, wait = arriving
+        matrices, wait = arriving
         arriving = next(gathers, None)
         wait()
-        _compute_and_scatter(shares, matrix, updates, group)
+        _compute_and_scatter(shares, matrices, updates, group)
 
 
 def _gather(
     shares: Sequence[Share], updates: Sequence[Tensor], group: dist.ProcessGroup | None
 ) -> tuple[Tensor, Callable[[], None]]:
-    """Send this rank's parts to their owners. Returns the matrix that it owns itself, and what waits for its parts."""
+    """Send this rank's parts to their owners. Returns the batch that it owns itself, and what waits for its parts."""
     me = dist.get_rank(group)
-    matrix = updates[0].new_empty(0)
-    outgoing = {}
-    incoming = {}
+    own = [share for share in shares if share.owner == me]
+    matrices = updates[0].new_empty(0)
+    if own:
+        matrices = updates[0].new_empty(len(own), *own[0].way.shape)
+    outgoing: Pieces = defaultdict(list)
+    incoming: Pieces = defaultdict(list)
     for share in shares:
         if me in share.senders:
-            outgoing[share.owner] = updates[share.number]
-        if me == share.owner:
-            matrix = updates[0].new_empty(share.shape)
-            incoming = {rank: matrix[share.parts[rank]] for rank in share.senders}
-    return matrix, _exchange(outgoing, incoming, updates[0], group)
+            outgoing[share.owner].append(updates[share.number])
+    for share, matrix in zip(own, matrices, strict=True):
+        for rank in share.senders:
+            incoming[rank].append(matrix[share.parts[rank]])
+    return matrices, _exchange(outgoing, incoming, updates[0], group)
 
 
 def _compute_and_scatter(
-    shares: Sequence[Share], matrix: Tensor, updates: Sequence[Tensor], group: dist.ProcessGroup | None
+    shares: Sequence[Share], matrices: Tensor, updates: Sequence[Tensor], group: dist.ProcessGroup | None
 ) -> None:
-    """Orthogonalize the matrix of this rank, send its parts to all that hold one, and receive those of others."""
+    """Orthogonalize the batch of this rank, send its parts to all that hold one, and receive those of others."""
     me = dist.get_rank(group)
-    outgoing = {}
-    incoming = {}
+    own = [share for share in shares if share.owner == me]
+    outgoing: Pieces = defaultdict(list)
+    incoming: Pieces = defaultdict(list)
     for share in shares:
         if me in share.parts:
-            incoming[share.owner] = updates[share.number]
-        if me == share.owner:
-            result = orthogonalize(matrix)
-            outgoing = {rank: result[part] for rank, part in share.parts.items()}
+            incoming[share.owner].append(updates[share.number])
+    if own:
+        matrices = _orthogonalize_pieces(matrices, own[0].way)
+    for share, matrix in zip(own, matrices, strict=True):
+        for rank, part in share.parts.items():
+            outgoing[rank].append(matrix[part])
     wait = _exchange(outgoing, incoming, updates[0], group)
     wait()
 
 
-def _exchange(
-    outgoing: dict[int, Tensor], incoming: dict[int, Tensor], like: Tensor, group: dist.ProcessGroup | None
-) -> Callable[[], None]:
-    """Send a tensor to each rank of `outgoing`. Returns what waits for others' and fills the tensors of `incoming`.
+def _exchange(outgoing: Pieces, incoming: Pieces, like: Tensor, group: dist.ProcessGroup | None) -> Callable[[], None]:
+    """Send tensors to other ranks. Returns what waits for theirs and fills the tensors of `incoming`.
 
-    All are of the type and on the device of `like`.
+    Between two ranks both list them in one order. All are of the type and on the device of `like`.
     """
-    nothing = like.new_empty(0)
     ranks = range(dist.get_world_size(group))
-    sent = [outgoing.get(rank, nothing).flatten() for rank in ranks]
-    sent_sizes = [len(x) for x in sent]
-    sizes = [incoming.get(rank, nothing).numel() for rank in ranks]
+    sent_sizes = [sum(x.numel() for x in outgoing[rank]) for rank in ranks]
+    sizes = [sum(x.numel() for x in incoming[rank]) for rank in ranks]
+    sent = [x.flatten() for x in itertools.chain(*(outgoing[rank] for rank in ranks))]
+    targets = list(itertools.chain(*(incoming[rank] for rank in ranks)))
     received = like.new_empty(sum(sizes))
-    work: Any = dist.all_to_all_single(received, torch.cat(sent), sizes, sent_sizes, group=group, async_op=True)
+    data = torch.cat([like.new_empty(0), *sent])
+    work: Any = dist.all_to_all_single(received, data, sizes, sent_sizes, group=group, async_op=True)
 
     def wait() -> None:
         work.wait()
-        pieces = received.split(sizes)
-        for rank, target in incoming.items():
-            target.copy_(pieces[rank].view(target.shape))
+        pieces = received.split([x.numel() for x in targets])
+        for target, piece in zip(targets, pieces, strict=True):
+            target.copy_(piece.view(target.shape))
 
     return wait
