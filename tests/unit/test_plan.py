@@ -104,8 +104,8 @@ HAND: dict[str, dict[tuple[str, str], list[int]]] = {
     # One microbatch of each sequence: hidden states to the last stage, their gradients from it.
     "PP 2, uneven": {("world", "send"): [2, 2 * 96 * DIM * BYTES]},
     "PP 2, interleaved": {("world", "send"): [2 * (2 * 2 - 1), 6 * 96 * DIM * BYTES]},
-    # Of 14 matrices in 7 rounds of two, half of each goes to an owner and comes back.
-    "Muon": {("world", "all_to_all"): [2 * 7, BYTES * 2 * 2 * WEIGHTS // 2]},
+    # In four rounds, one for each shape of the 14 matrices, half of each goes to an owner and comes back.
+    "Muon": {("world", "all_to_all"): [2 * 4, BYTES * 2 * 2 * WEIGHTS // 2]},
 }
 
 
