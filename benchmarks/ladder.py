@@ -48,13 +48,14 @@ def main() -> int:
     if code:
         return code
     minutes = (time.perf_counter() - begin) / 60
-    study, _, _ = read_ladder(file)
+    study, _ = read_ladder(file)
     found = json.loads((study.folder / "ladder.json").read_text(encoding="utf-8"))
     rows: list[dict[str, Any]] = []
     for point in found["points"]:
         row = {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in point.items()}
         add_row(arguments, rows, row)
-    off = [point["off_percent"] for point in found["points"] if "off_percent" in point]
+    largest = found["points"][-1]["size"]
+    off = [point["off_percent"] for point in found["points"] if point["size"] == largest]
     worst = max(off, key=abs)
     add_row(arguments, rows, {"size": "all", "minutes": round(minutes, 1), "off_percent": round(worst, 3)})
     bar = f"the largest size: predicted {worst:+.2f} % off, at most {BAR_PERCENT:g} %"

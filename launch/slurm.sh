@@ -20,8 +20,14 @@ set -euo pipefail
 
 export NPROC_PER_NODE=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}  # processes on a node
 export MAX_RESTARTS=${MAX_RESTARTS:-100}                           # the run itself ends restarts without progress
-if [ "${STUDY_RUNS:-}" ]; then  # of tools.sweep --slurm: this task's line has the folder of its run
-  RUN_FOLDER=$(sed -n "${SLURM_ARRAY_TASK_ID}p" "$STUDY_RUNS")
+settings=("$@")
+folders=()
+is_finished() { grep -qs '"kind": "finished"' "$RUN_FOLDER/exit.json"; }
+if [ "${STUDY_RUNS:-}" ]; then  # of tools.sweep --slurm: this task's line has the folders of its runs
+  IFS=$'\t' read -ra folders < <(sed -n "${SLURM_ARRAY_TASK_ID}p" "$STUDY_RUNS")
+  for RUN_FOLDER in "${folders[@]}"; do
+    is_finished || break
+  done
   set -- "--config=$RUN_FOLDER.toml" "$@"
 fi
 # Of an array, this task alone. The job's id names the run, so that a requeued job resumes it; with the cluster's, since
@@ -57,5 +63,8 @@ asks_again() {  # as in node.sh
 if [[ $code = 75 || $code = 137 || $code = 143 ]] && asks_again &&
   [[ $(scontrol show job "$job") = *JobState=RUNNING* ]]; then
   scontrol requeue "$job"
+fi
+if [[ ${folders[*]} && $RUN_FOLDER != "${folders[-1]}" ]] && is_finished; then
+  exec bash "$0" "${settings[@]}"  # the next one
 fi
 exit $code

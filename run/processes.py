@@ -22,6 +22,11 @@ T = TypeVar("T")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that this process gets when its parent ends
 
 
+def end_with_parent(number: int = signal.SIGKILL) -> None:
+    """Let this process get a signal when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
 class LaunchEnvironment(NamedTuple):
     """What torchrun tells this process. The defaults are for a process alone, without torchrun."""
 
@@ -77,7 +82,7 @@ def init_distributed(environment: LaunchEnvironment, comm: Comm) -> torch.device
         hint = "and each would train alone; let it start one torchrun per node, as launch/slurm.sh does"
         raise ConfigError(f"SLURM_STEP_NUM_TASKS = {tasks}: srun has started that many processes, {hint}")
     if environment.job:  # if torchrun is killed, this rank must not train on beside the job that replaces it
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a rank has three connections to each other rank
     device = _choose_device(environment)

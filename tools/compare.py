@@ -11,19 +11,16 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from checkpoint.branch import read_parent
-from config import KINDS, TitaniteError, command_line, file_errors, tomllib
-from data.shards import digest
+from config import TitaniteError, command_line, file_errors, tomllib
 from storage.records import output_file, read_records
 
 MAX_POINTS = 4000  # per curve: longer ones keep every n-th row
 NO_CURVE = ("step", "tokens", "interval_steps", "skipped", "time")  # of a row: every other field is drawn
-OF_ONE_RUN = ("run.folder", "run.seed")
 Charts = dict[str, list[tuple[float, ...]]]  # field of metrics.jsonl → (step, tokens, hours, value) of its rows
 
 
@@ -48,21 +45,21 @@ def _cell(value: Any) -> str:
 
 
 def write_page(
-    runs: Sequence[Path],
+    runs: Mapping[Path, str],
     output: Path,
     title: str = "Runs compared",
-    groups: Mapping[Path, str] = MappingProxyType({}),
     tables: Sequence[Table] = (),
     ladder: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the page that compares these runs, without those that have logged no step. Raises TitaniteError.
 
-    Runs of one group share a colour and can be drawn as their mean; by default those that differ in nothing but
-    run.seed. `ladder`: points and fit of tools.ladder, drawn as loss against FLOPs.
+    `runs`: folder → group. Runs of one group share a colour and can be drawn as their mean. `ladder`: points and fit
+    of tools.ladder, drawn as loss against FLOPs.
     """
     charts: dict[Path, Charts] = {}
     settings = []
-    for folder in dict.fromkeys(folder.resolve() for folder in runs):
+    groups = {folder.resolve(): group for folder, group in runs.items()}
+    for folder in groups:
         own_charts, own_settings = read_run(folder)
         if own_charts:
             charts[folder] = own_charts
@@ -77,11 +74,9 @@ def write_page(
         dict.fromkeys(field for own in charts.values() for field in own), key=lambda field: not is_loss(field)
     )
     shown: list[dict[str, Any]] = []
-    grouped = {folder.resolve(): group for folder, group in groups.items()}
-    for name, (folder, own), own_settings in zip(name_runs(list(charts)), charts.items(), settings, strict=True):
+    for name, (folder, own) in zip(name_runs(list(charts)), charts.items(), strict=True):
         thinned = {field: _thinned(points) for field, points in own.items()}
-        group = grouped.get(folder) or _all_but_seed(own_settings) or str(folder)
-        shown.append({"name": name, "group": group, "summary": summarize(own, found), "charts": thinned})
+        shown.append({"name": name, "group": groups[folder], "summary": summarize(own, found), "charts": thinned})
     data: dict[str, Any] = {"title": title, "runs": shown, "charts": found, "settings": differing_settings(settings)}
     data |= {"tables": [table._asdict() for table in tables], "ladder": ladder}
     template = Path(__file__).with_name("compare.html").read_text(encoding="utf-8")
@@ -99,12 +94,6 @@ def read_run(folder: Path) -> tuple[Charts, dict[str, list[Any]]]:
     except (ValueError, KeyError, TypeError) as error:
         files = "metrics.jsonl, starts.jsonl or config.toml"
         raise TitaniteError(f"{folder}: its {files} is not as a run writes it: {error!r}") from None
-
-
-def _all_but_seed(settings: Mapping[str, list[Any]]) -> str:
-    """The same for runs that differ in no setting but run.seed; empty without settings."""
-    kept = {key: values[-1] for key, values in settings.items() if key in KINDS and key not in OF_ONE_RUN}
-    return digest(json.dumps(kept).encode())[:8] if kept else ""
 
 
 def read_charts(folder: Path) -> Charts:
@@ -223,7 +212,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--output", type=output_file, default=Path("compare.html"), help="default %(default)s")
     arguments = parser.parse_args(argv)
-    write_page(arguments.runs, arguments.output)
+    write_page({folder: str(folder) for folder in arguments.runs}, arguments.output)
 
 
 if __name__ == "__main__":

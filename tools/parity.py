@@ -107,7 +107,7 @@ def main(argv: list[str]) -> None:
     verdict = {"difference": difference, "seeds_differ": seeds_differ, "within": within}
     report = {"verdict": verdict, "validation_losses": losses, "skipped": skipped, "layers": layers}
     (output / "report.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    write_page(folders, output / "compare.html")
+    write_page({folder: folder.name for folder in folders}, output / "compare.html")
     for key in ("y", "dx", "dw"):
         noise, name = min((noise[key], name) for name, noise in layers.items())
         print(f"worst {key:<2}: {noise:.1f} dB, in {name}")

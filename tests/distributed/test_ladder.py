@@ -8,9 +8,9 @@ import pytest
 
 from checkpoint.branch import read_parent
 from config import TitaniteError
-from tests.distributed.test_sweep import write_study
+from tests.distributed.test_sweep import forked, write_study  # noqa: F401
 from tests.runs import column, validated
-from tools.ladder import fit_losses, fitted_loss, main, read_ladder
+from tools.ladder import fit_losses, fitted_loss, main, measure_model, read_ladder
 
 LADDER = """
 multiples = {multiples}
@@ -20,6 +20,7 @@ parameters = 5000
 batch = 64
 rate = 0.01
 warmup = 0.02
+sequences = 2
 {rule}
 [sizes]
 {sizes}
@@ -40,33 +41,28 @@ def count(dim: int) -> int:
 
 
 def test_what_the_rule_gives(tmp_path: Path, dataset: Path) -> None:
-    study, runs, points = read_ladder(write_ladder(tmp_path, dataset))
-    assert [(point["size"], point["multiple"]) for point in points] == [(s, m) for s in "abcd" for m in (0.1, 0.2)]
-    assert [point["parameters"] for point in points[::2]] == [count(dim) for dim in (8, 12, 16, 24)]
-    largest = points[-1]
+    study, chains = read_ladder(write_ladder(tmp_path, dataset))
+    assert [measure_model(runs[0].config)[0] for runs in chains] == [count(dim) for dim in (24, 16, 12, 8)]
+    assert [run.name for run in chains[0]] == ["size=d", "size=d,multiple=0.1", "size=d,multiple=0.2"]
+    trunk, _, branch = (run.config for run in chains[0])
     growth = count(24) / 5000
-    # 64 x 3.97^(2/3) = 160 tokens are 5.02 sequences of 32, and 6 the nearest whole microbatches of 2.
-    assert (largest["batch"], largest["rate"]) == (192, pytest.approx(0.01 * growth ** (-1 / 3)))
-    assert largest["warmup_steps"] == round(0.02 * count(24) / 192) == 2
+    # 64 x 3.97^(2/3) = 160 tokens are 5.02 sequences of 32, and 6 the nearest multiple of 2.
+    assert (trunk.training.global_batch_size, trunk.optimizer.lr) == (6, pytest.approx(0.01 * growth ** (-1 / 3)))
+    assert trunk.lr_scheduler.warmup_steps == round(0.02 * count(24) / 192) == 2
     # The first decay begins at 0.75 x 0.1 x 19,848 / 192 = 7.8 steps: 2 saves, 4 steps apart, give 8.
-    assert runs[0].name == "size=d"
-    trunk = runs[0].config
     assert (trunk.training.steps, trunk.lr_scheduler.decay_fraction, trunk.checkpoint.keep_every) == (16, 0.0, 8)
-    branch = next(run for run in runs if run.name == "size=d,multiple=0.2")
-    assert branch.config.checkpoint.branch_from == f"{study.folder}/size=d@16"
-    assert (branch.config.training.steps, branch.config.lr_scheduler.decay_steps, branch.after) == (21, 5, "size=d")
-    assert largest["tokens"] == 21 * 192
+    assert branch.checkpoint.branch_from == f"{study.folder}/size=d@16"
+    assert (branch.training.steps, branch.lr_scheduler.decay_steps) == (21, 5)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rule": "bach_power = 1"}, "must have parameters, batch, rate, warmup, above 0, and may have batch_power"),
-        ({"rule": "sequences = -2"}, "must have parameters, batch, rate, warmup, above 0, and may have"),
-        ({"multiples": "[2, 3]"}, "multiples, each one of the first"),
-        ({"multiples": "[]"}, "multiples, each one of the first"),
+        ({"rule": "bach_power = 1"}, "must have parameters, batch, rate, warmup, sequences, and may have batch_power"),
+        ({"multiples": "[2, 3]"}, "multiples = .2, 3.: each must be one of the first"),
+        ({"multiples": "[]"}, "multiples = .0.: each must be one of the first"),
         ({"multiples": "[0.001]"}, "sizes.a: too short: warms up to step 2, decays from 1 to 1"),
-        ({"rule": "[set]\noptimizer.lr = 1.0"}, "sizes.a: optimizer.lr: follows from .rule."),
+        ({"rule": "[set]\noptimizer.lr = 1.0"}, "optimizer.lr: follows from .rule."),
         ({"sizes": 3}, "has 3; to fit some and predict one takes 4"),
     ],
 )
@@ -97,22 +93,26 @@ def test_a_fit_has_no_negative_limit() -> None:
     assert fit_losses(points)["limit"] == 0
 
 
-def test_a_small_ladder(tmp_path: Path, dataset: Path) -> None:
+def test_a_small_ladder(tmp_path: Path, dataset: Path, forked: None) -> None:  # noqa: F811
     file = write_ladder(tmp_path, dataset, multiples="[0.1]")
     assert main([str(file), "--at-once=2"]) == 0
     folder = tmp_path / "runs"
     found = json.loads((folder / "ladder.json").read_text())
+    assert [point["parameters"] for point in found["points"]] == [count(dim) for dim in (8, 12, 16, 24)]
     for point in found["points"]:
         trunk = folder / f"size={point['size']}"
         branch = folder / f"size={point['size']},multiple=0.1"
-        steps = point["tokens"] // point["batch"]
+        steps = len(column(trunk, "lr")) + len(column(branch, "lr"))
         parent = read_parent(branch)
         assert parent is not None
         assert (parent.folder, parent.step) == (trunk, len(column(trunk, "lr")))
         assert column(trunk, "lr")[-1] == pytest.approx(point["rate"])
         assert column(branch, "lr")[-1] == pytest.approx(0.1 * point["rate"]), "as far as lr_scheduler.min_lr_factor"
         assert point["loss"] == validated(branch)[steps]
-    assert found["points"][-1]["predicted"] > 0
+        assert point["tokens"] == steps * point["batch"]
+    largest = found["points"][-1]
+    assert largest["fitted"] == fitted_loss(fit_losses(found["points"][:-1]), largest)
+    assert largest["off_percent"] == pytest.approx(100 * (largest["fitted"] - largest["loss"]) / largest["loss"])
     with (folder / "ladder.csv").open() as table:
         assert [float(line["loss"]) for line in csv.DictReader(table)] == [point["loss"] for point in found["points"]]
     assert "drawLadder" in (folder / "ladder.html").read_text()

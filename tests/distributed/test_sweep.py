@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from config import TitaniteError, from_dict
+from config import TitaniteError, from_dict, load_config
 from run.folder import record_exit
+from run.run import run_and_leave
 from storage.records import read_records
+from tests.harness import prepare_fork
 from tests.runs import content, how_it_ended, read, validated
 from tests.unit.test_metrics_page import row, write_run
 from tools.study import Run, name_values
-from tools.sweep import main, read_results, read_sweep, tabulate
+from tools.sweep import main, read_sweep, write_results
+from train import train
 
 SMALL_RUN = """
 [model]
@@ -85,7 +88,7 @@ def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
         ("sseeds = [1]", "sseeds: must be one of base, .*; did you mean seeds"),
         ("[grid]\noptimizer.lrr = [1.0]", r"optimizer.lrr: unknown key; did you mean optimizer.lr"),
         ("[grid]\noptimizer.lr = [1.0, 'x']", 'optimizer.lr = "x": must be a number'),
-        ("[grid]\noptimizer.lr = 1.0", "lr = 1.0: must be a list of values"),
+        ("[grid]\noptimizer.lr = 1.0", "optimizer.lr: each needs a list of values"),
         ("[grid]\nlr = [1.0]", "lr: must be a setting, as optimizer.lr without quotes"),
         ("[grid]\noptimizer.lr = [1.0, 1.0]", "lr=1.0: two runs would have this folder"),
         ("[grid]\nmodel.n_kv_heads = [2, 3]", "n_kv_heads=3: model.flavor = 'tiny' with n_kv_heads=3"),
@@ -97,14 +100,9 @@ def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
         ),
         ("[grid]\nparallelism.tp = [1, 2]", "tp=2: .*world size"),
         ("[grid]\ndata.datasets = [['nowhere']]", "datasets=nowhere: .*nowhere"),
-        ("[grid]\ncheckpoint.initial_load = ['nowhere']", "checkpoint.initial_load: nowhere"),
-        ("[grid]\nrun.folder = ['a']", "run.folder: each run has a folder of its own"),
-        ("seeds = [1]\n[grid]\nrun.seed = [2]", "run.seed: is set or varied twice"),
-        ("[set]\noptimizer.lr = 1.0\n[grid]\noptimizer.lr = [2.0]", "optimizer.lr: is set or varied twice"),
-        (
-            "[[zip]]\noptimizer.lr = [1.0]\nrun.seed = [1, 2]",
-            "run.seed = .1, 2.: must be a list of values, in .* as long as the others",
-        ),
+        ("seeds = [1, 2]\n[set]\nrun.folder = 'a'", "a: two runs would have this folder"),
+        ("seeds = [1, 2]\n[grid]\nrun.seed = [2, 3]", "seed=1: two runs would have this folder"),
+        ("[[zip]]\noptimizer.lr = [1.0]\nrun.seed = [1, 2]", "optimizer.lr, run.seed: each needs .* of one length"),
         ("[set]\noptimizer.lr = 1.0", "varies nothing"),
     ],
 )
@@ -115,15 +113,51 @@ def test_a_mistake_is_found_before_any_run_starts(tmp_path: Path, dataset: Path,
     assert not (tmp_path / "runs").exists()
 
 
+class Forked:
+    """A run in a forked process, with what a study asks of a Popen. `after_step`: called there after each step."""
+
+    after_step = staticmethod(lambda step: None)
+
+    def __init__(self, run: Run, world_size: int, place: dict[str, str]):
+        self.returncode: int | None = None
+        prepare_fork()
+        self.pid = os.fork()
+        if not self.pid:
+            try:
+                sys.stderr = run.beside(".log").open("a")  # pytest's own is not this process's
+                run_and_leave(lambda: train(load_config([str(run.beside(".toml"))]), self.after_step))
+            finally:
+                os._exit(1)
+
+    def poll(self) -> int | None:
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid:
+            self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self) -> None:
+        os.waitpid(self.pid, 0)
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tools.study.start", Forked)
+
+
 def test_a_failure_stops_no_other_run_and_is_tried_again(
-    tmp_path: Path, dataset: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, dataset: Path, forked: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write_study(tmp_path, dataset, "[grid]\noptimizer.lr = [1e30, 0.01, 0.001]")
     assert main([str(file), "--dry-run"]) == 0
     assert not (tmp_path / "runs").exists()
     assert main([str(file), "--at-once=2"]) == 1
     said = capsys.readouterr().out
-    assert "failed: lr=1e+30: exit code 2: step 2: loss" in said
+    log = tmp_path / "runs" / "lr=1e+30.log"
+    assert f"lr=1e+30: exit code 2, see {log}" in said
+    assert "step 2: loss" in log.read_text()
     assert "not finished: 1 of 3 runs" in said
     good = [tmp_path / "runs" / name for name in ("lr=0.01", "lr=0.001")]
     assert [how_it_ended(folder)["kind"] for folder in good] == ["finished", "finished"]
@@ -131,38 +165,50 @@ def test_a_failure_stops_no_other_run_and_is_tried_again(
         rows = {line["run"]: line for line in csv.DictReader(table)}
     for folder in good:
         line = rows[folder.name]
-        assert (line["state"], line["steps"], float(line["validation_loss"])) == (
-            "finished",
-            "4.0",
-            validated(folder)[4],
-        )
-    assert rows["lr=1e+30"]["state"] == "stopped"
+        assert (line["finished"], line["steps"]) == ("True", "4.0")
+        assert float(line["validation_loss"]) == validated(folder)[4]
+    assert rows["lr=1e+30"]["finished"] == "False"
     before = [content(folder) for folder in good]
     assert main([str(file)]) == 1
-    assert "lr=1e+30: resumed" in capsys.readouterr().out
+    assert len(read(log.with_suffix(""), "starts.jsonl")) == 2
     assert [content(folder) for folder in good] == before
     file.write_text(file.read_text() + "\n[set]\noptimizer.beta1 = 0.5")
-    with pytest.raises(TitaniteError, match=r"lr=1e.30: it began with optimizer.beta1 = 0.9, now asked: 0.5"):
+    with pytest.raises(TitaniteError, match=r"lr=1e.30: began with other values of optimizer.beta1: name another"):
         main([str(file)])
 
 
-def test_a_stopped_sweep_goes_on_where_it_was(tmp_path: Path, dataset: Path) -> None:
-    file = write_study(tmp_path, dataset, "seeds = [0]", steps=300)
-    command = [sys.executable, "-m", "tools.sweep", str(file)]
-    sweep = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+def stop_parent(step: int) -> None:
+    if step == 3:
+        os.kill(os.getppid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_a_stopped_sweep_goes_on_where_it_was(
+    tmp_path: Path, dataset: Path, forked: None, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    """By Ctrl-C, or killed while a run trains by run_llama_train.sh."""
+    file = write_study(tmp_path, dataset, "seeds = [0]", steps=150)
     folder = tmp_path / "runs" / "seed=0"
-    while len(read_records(folder / "metrics.jsonl")) < 3:
-        assert sweep.poll() is None, sweep.communicate()
-        time.sleep(0.05)
-    sweep.send_signal(signal.SIGINT)
-    said, _ = sweep.communicate()
-    assert sweep.returncode == 128 + signal.SIGINT
-    assert "the same command goes on" in said
+    if is_killed:
+        command = [sys.executable, "-m", "tools.sweep", str(file)]
+        with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as sweep:
+            while len(read_records(folder / "metrics.jsonl")) < 3:
+                assert sweep.poll() is None
+                time.sleep(0.05)
+            sweep.kill()
+        while not (folder / "exit.json").exists():
+            time.sleep(0.05)
+    else:
+        monkeypatch.setattr(Forked, "after_step", staticmethod(stop_parent))
+        with pytest.raises(KeyboardInterrupt):
+            main([str(file)])
+        monkeypatch.undo()
+        monkeypatch.setattr("tools.study.start", Forked)
     assert how_it_ended(folder)["kind"] == "stopped"
     assert main([str(file)]) == 0
     assert [start["after"] and start["after"]["kind"] for start in read(folder, "starts.jsonl")] == [None, "stopped"]
     steps = [line["step"] for line in read(folder, "metrics.jsonl") if line["loss"] is not None]
-    assert steps == list(range(1, 301)), "no step was trained twice"
+    assert steps == list(range(1, 151)), "no step was trained twice"
 
 
 def finished_run(folder: Path, seconds: float, losses: list[float], lr: float, seed: int) -> Run:
@@ -178,19 +224,21 @@ def finished_run(folder: Path, seconds: float, losses: list[float], lr: float, s
     return Run(values, config)
 
 
-def test_the_tables_of_a_sweep(tmp_path: Path) -> None:
+def test_the_tables_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first rate learns more by step, the second by second, and longer."""
     runs = [
         finished_run(tmp_path, 2.0, [4.0, 3.0], lr=0.1, seed=0),
         finished_run(tmp_path, 2.0, [5.0, 4.0], lr=0.1, seed=1),
         finished_run(tmp_path, 1.0, [5.5, 4.5, 2.5], lr=0.2, seed=0),
     ]
-    table = tabulate(*read_results(runs))
-    amounts = ["at 20 steps", "at 2,000 tokens", "at 30 seconds"]
-    assert (table.title, list(table.head)) == ("By loss", ["values", "runs", "at the end", "±", *amounts])
+    write_results(tmp_path, runs)
+    said = capsys.readouterr().out
+    table = [" ".join(line.split()) for line in said.partition("By loss")[2].splitlines()[2:4]]
+    assert "values  runs  at the end  ±" in said
+    assert "at 20 steps  at 2,000 tokens  at 30 seconds" in said
     # At 30 seconds the first has 15 steps, the second 30.
-    deviation = pytest.approx(statistics.stdev([3.0, 4.0]))
-    assert table.rows == [
-        ["lr=0.2", 1, "2.5000 *", "–", "4.5000", "4.5000", "2.5000 *"],
-        ["lr=0.1", 2, "3.5000", deviation, "3.5000 *", "3.5000 *", "4.0000"],
+    deviation = f"{statistics.stdev([3.0, 4.0]):.5g}"
+    assert table == [
+        "lr=0.2 1 2.5000 * – 4.5000 4.5000 2.5000 *",
+        f"lr=0.1 2 3.5000 {deviation} 3.5000 * 3.5000 * 4.0000",
     ]

@@ -18,7 +18,9 @@ from storage.records import read_records
 from tests.corpus import write_dataset
 from tests.slurm.lab import missing, slurm
 from tools.audit import prove
+from tools.study import build_parser, conduct
 from tools.sweep import main as sweep
+from tools.sweep import read_sweep
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 300
@@ -122,7 +124,7 @@ def test_a_hang_is_requeued_where_torchrun_may_not_start_the_job_again(cluster: 
     assert (record["kind"], record["start_again"]) in (("hung", True), ("lost", True))
 
 
-def test_a_sweep_is_an_array_of_jobs(
+def test_a_study_is_an_array_of_jobs(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
@@ -131,19 +133,24 @@ def test_a_sweep_is_an_array_of_jobs(
         f'training = {{steps = 20, param_dtype = "float32"}}\ndata.datasets = ["{cluster.dataset}"]'
     )
     file = tmp_path / "sweep.toml"
-    lines = ['base = "base.toml"', f'folder = "{tmp_path / "runs"}"', "seeds = [0, 1]", "[set]", *settings]
+    lines = ['base = "base.toml"', f'folder = "{tmp_path / "runs"}"', "seeds = [0, 1, 2]", "[set]", *settings]
     file.write_text("\n".join(lines))
-    options = "--slurm=--nodes=1 --partition=low --gpus-per-node=0"
-    assert sweep([str(file), options, "--at-once=1"]) == 0
+    words = ["--slurm=--nodes=1 --partition=low --gpus-per-node=0", "--at-once=2"]
+    options = build_parser("ladder", "").parse_args([str(file), *words])
+    study, runs = read_sweep(file)
+    chains = [runs[:2], runs[2:]]
+    assert conduct(options, study.folder, chains, lambda: None) == 0
     with pytest.raises(TitaniteError, match="are still queued or running"):
-        sweep([str(file), options])
-    cluster.job = capsys.readouterr().out.partition("as job ")[2].partition(";")[0]
+        conduct(options, study.folder, chains, lambda: None)
+    cluster.job = capsys.readouterr().out.partition("batch job ")[2].partition(";")[0]
     done = ("squeue", "--noheader", f"--jobs={cluster.job}", "--states=all", "--format=%T")
-    cluster.log = tmp_path / "runs" / f"slurm-{cluster.job}_1.log"
-    cluster.wait(lambda: set(cluster.call(*done).split()) == {"COMPLETED"}, "both runs", dead=set())
-    assert [steps(tmp_path / "runs" / f"seed={seed}") for seed in (0, 1)] == [list(range(1, 21))] * 2
+    cluster.log = study.folder / f"slurm-{cluster.job}_1.log"
+    cluster.wait(lambda: set(cluster.call(*done).split()) == {"COMPLETED"}, "all runs", dead=set())
+    assert [steps(run.folder) for run in runs] == [list(range(1, 21))] * 3
+    ended = [(run.folder / "exit.json").stat().st_mtime for run in runs[:2]]
+    assert ended[0] < (runs[1].folder / "config.toml").stat().st_mtime < ended[1], "one after another"
     assert sweep([str(file), "--page"]) == 0
-    assert "all     2     " in capsys.readouterr().out, "both are in the mean"
+    assert "all     3     " in capsys.readouterr().out, "all are in the mean"
 
 
 def _read(file: Path) -> bytes:

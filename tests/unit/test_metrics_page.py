@@ -9,7 +9,7 @@ import pytest
 
 from checkpoint.branch import Parent, record_parent
 from checkpoint.owner import new_start
-from config import Config, Optimizer, Run, TitaniteError, Training
+from config import Config, Optimizer, TitaniteError, Training
 from metrics import FIELDS
 from run.folder import record_config, record_start
 from tools import compare
@@ -106,15 +106,6 @@ def test_steps_left_out_after_a_rollback_are_in_no_curve(tmp_path: Path) -> None
     assert [step for step, *_ in charts["loss"]] == [1, 2, 3, 4, 5, 9]
     assert charts["loss"][-1][2] == pytest.approx(6 / 3600)
     assert "validation_loss" not in charts
-
-
-def test_runs_that_differ_in_their_seed_alone_are_one_group(tmp_path: Path) -> None:
-    configs = [Config(run=Run(seed=seed, folder=str(seed))) for seed in (0, 1)] + [Config(optimizer=Optimizer(lr=0.5))]
-    runs = [write_run(tmp_path / str(i), [row(5, loss=2.0)], config) for i, config in enumerate(configs)]
-    for run, config in zip(runs, configs, strict=True):
-        record_config(run, config)
-    one, same, other = [shown["group"] for shown in compared(runs, tmp_path)["runs"]]
-    assert one == same != other
 
 
 def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
