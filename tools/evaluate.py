@@ -52,8 +52,8 @@ def main(argv: list[str]) -> int:
 
     if arguments.follow:
         configure_logging((0,), 0)
-        if "://" in arguments.place or not arguments.poll_seconds > 0 or arguments.last < 2:
-            raise TitaniteError("--follow needs the folder of a run, --poll-seconds above 0, and --last of at least 2")
+        if "://" in arguments.place:
+            raise TitaniteError(f"--follow {arguments.place}: must be the folder of a run, which names its checkpoints")
         check_harness(command(Path("exported"))[3:])
         asked = [arguments.tasks, dtype, arguments.tokenizer, *options]
         follow(arguments, " ".join(asked), command)

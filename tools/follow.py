@@ -1,31 +1,28 @@
 """Scores of a run's checkpoints while it trains: `python -m tools.evaluate --follow`. Of the run's files it only reads.
 
 It writes to a folder of its own, RUN/scores: `scores.jsonl`, with a row for each checkpoint, `tensorboard`, a folder
-with what lm-eval says of each, and `exports-HASH`, whose models are removed once they are evaluated.
+with what lm-eval says of each, and `exported`, the model that is evaluated now.
 """
 
 import argparse
-import ctypes
 import json
 import logging
 import math
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from checkpoint.loading import by_age, open_stores
-from checkpoint.manifest import committed, open_checkpoint, sha256, step_of
-from checkpoint.owner import own_checkpoints, read_known
+from checkpoint.loading import open_stores
+from checkpoint.manifest import open_checkpoint, step_of
+from checkpoint.owner import read_known
 from config import TitaniteError, recorded_config
 from run.folder import hold, read_exit
-from run.processes import PR_SET_PDEATHSIG
-from storage import DamagedError, OutageError, Store
+from run.processes import end_with_parent
+from storage import DamagedError, OutageError
 from storage.records import open_records, read_records
 from tools.hf import export_opened
 
@@ -41,43 +38,40 @@ def follow(arguments: argparse.Namespace, asked: str, command: Callable[[Path], 
     """
     run = Path(arguments.place)
     output = Path(arguments.output_path or run / "scores")
-    exports = output / f"exports-{sha256(asked.encode())[:8]}"
+    exported = output / "exported"
     logger.info(f"{run}: following it, with a look every {arguments.poll_seconds:g} s")
-    if not (run / "config.toml").is_file():
-        logger.info(f"{run}: no run has begun there yet, waiting for one")
     while not (run / "config.toml").is_file():  # before that its folder must hold nothing
         time.sleep(arguments.poll_seconds)
-    exports.mkdir(parents=True, exist_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
     holder = hold(output / ".following")
     if holder:
         raise TitaniteError(f"{output}: process {holder} adds scores there already; give this one an --output_path")
+    for left in output.glob("exported*"):  # by a follower that was killed
+        shutil.rmtree(left)
     rows = [row for row in read_records(output / SCORES) if row["asked"] == asked]
     decided = {row["checkpoint"] for row in rows}
-    for left in output.glob("exports-*/*"):  # by a follower that was killed
-        if left.parent != exports or left.name in decided or ".partial-" in left.name:
-            shutil.rmtree(left)
-    while True:
+    ended = False
+    while not ended:
+        ended = has_ended(run)  # asked first: what was saved before the end is then found
         try:
-            ended = has_ended(run)  # asked first: what was saved before the end is then found
-            names, stores = find_waiting(run, decided)
+            names = find_waiting(run, decided)
             for name in names:
-                reason = export(arguments, name, stores, exports / name)
+                reason = export(arguments, name, exported)
                 if reason and name == names[-1] and not ended:
                     break  # it may be about to be committed
                 decided.add(name)
                 if reason:
                     logger.warning(f"{name}: skipped, since it was removed or is damaged: {reason}")
                     continue
-                scores = evaluate(command(exports / name), output / name)
+                scores = evaluate(command(exported), output / name)
                 rows.append({"step": step_of(name), "checkpoint": name, "asked": asked, "time": time.time(), **scores})
-                report(rows, scores, output, arguments.last)
-                shutil.rmtree(exports / name)
+                report(rows[-arguments.last :], scores, output)
+                shutil.rmtree(exported)
         except OutageError as error:
             ended = False
             logger.warning(f"{error}; looking again later")
-        if ended:
-            break
-        time.sleep(arguments.poll_seconds)
+        if not ended:
+            time.sleep(arguments.poll_seconds)
     logger.info(f"{run}: has ended; checkpoints evaluated: {len(rows)}, see {output / SCORES}")
 
 
@@ -90,28 +84,26 @@ def has_ended(run: Path) -> bool:
     return not record.get("start_again", True)
 
 
-def find_waiting(run: Path, decided: set[str]) -> tuple[list[str], list[Store]]:
-    """The run's checkpoints that are not in `decided`, the one saved first first, and the stores to look for them.
+def find_waiting(run: Path, decided: set[str]) -> list[str]:
+    """The run's checkpoints that are not in `decided`, the one saved first first.
 
-    Those that the run's folder knows may be removed, not listed yet or, the last one, about to be committed.
+    Its folder names also those that were removed and, as the last one, one that is about to be committed.
     """
+    known = (read_known(run) or set()) - decided
+    names = [name for name in known if step_of(name) is not None]
+    return sorted(names, key=lambda name: (name[-12:-4], name))  # by time, then by step
+
+
+def export(arguments: argparse.Namespace, name: str, folder: Path) -> str:
+    """Export a checkpoint from the first store where it is whole. Returns why none is, or ""."""
+    run = Path(arguments.place)
     config = recorded_config(run)
     assert config is not None
-    stores = [*open_stores(config, run).values()]
-    found = own_checkpoints(run, by_age((store, committed(store)) for store in stores))
-    names = {name for _, name in found} | (read_known(run) or set())
-    waiting = [name for name in names - decided if step_of(name) is not None]
-    return sorted(waiting, key=lambda name: (name[-12:-4], name)), stores  # by time, then by step
-
-
-def export(arguments: argparse.Namespace, name: str, stores: Sequence[Store], folder: Path) -> str:
-    """Export a checkpoint, unless it is, from the first store where it is whole. Returns why none is, or ""."""
     reason = ""
-    for store in stores:
+    for store in open_stores(config, run).values():
         try:
-            if not folder.exists():
-                opened = open_checkpoint(store, name)
-                export_opened(opened, arguments.place, folder, dtype=arguments.dtype, tokenizer=arguments.tokenizer)
+            opened = open_checkpoint(store, name)
+            export_opened(opened, arguments.place, folder, dtype=arguments.dtype, tokenizer=arguments.tokenizer)
             return ""
         except DamagedError as error:  # also if it is removed meanwhile
             reason = str(error)
@@ -126,10 +118,9 @@ def evaluate(command: list[str], results: Path) -> dict[str, float]:
     shutil.rmtree(results, ignore_errors=True)
     results.mkdir()
     log = results / "lm-eval.log"
-    end_with_this_process = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
     with log.open("wb") as file:
         words = [*command, f"--output_path={results}"]
-        code = subprocess.run(words, stdout=file, stderr=file, preexec_fn=end_with_this_process).returncode
+        code = subprocess.run(words, stdout=file, stderr=file, preexec_fn=end_with_parent).returncode
     if code:
         raise TitaniteError(f"{log}: lm-eval ended with exit code {code}; start this command again to go on")
     (file_of_results,) = results.rglob("results_*.json")
@@ -144,15 +135,14 @@ def evaluate(command: list[str], results: Path) -> dict[str, float]:
     return scores
 
 
-def report(rows: Sequence[dict[str, Any]], scores: Mapping[str, float], output: Path, last: int) -> None:
-    """Log the `scores` of the last row, with their spread over the `last` steps; add it to TensorBoard and the file."""
+def report(rows: Sequence[dict[str, Any]], scores: Mapping[str, float], output: Path) -> None:
+    """Log the `scores` of the last row, with their spread over all `rows`; add it to TensorBoard and the file."""
     from torch.utils.tensorboard import SummaryWriter  # takes a second to load
 
     row = rows[-1]
-    recent = [*{row["step"]: row for row in rows}.values()][-last:]  # of a step that was trained again the last row
     with SummaryWriter(str(output / "tensorboard")) as board:
         for name, score in scores.items():
-            values = [other[name] for other in recent if name in other]
+            values = [other[name] for other in rows if name in other]
             line = f"step {row['step']}  {name.removeprefix('scores/')} {score:.4f}"
             if len(values) > 1:
                 line += f"  last {len(values)}: {fmean(values):.4f} ± {stdev(values):.4f}"

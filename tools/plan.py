@@ -17,12 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from config import Config, ConfigError, Parallelism, load_config
-from data.ledger import Phase, build_phases, count_steps
+from config import Config, ConfigError, Parallelism, load_config, parse_schedule
 from models import build_model, find_model
 from models.trained import settle_model
 from parallel.fsdp import needs_fsdp
-from parallel.mesh import ParallelDims
 from run.run import run_and_leave
 from tools.plan_count import DEFAULT_VOCAB_SIZE, Case, DryRun, check, count, count_few_layers
 from tools.plan_time import DEVICES, GIB, Cluster, estimate
@@ -75,36 +73,13 @@ def _plan_one(cases: list[Case], counts: list[DryRun], cluster: Cluster) -> dict
     }
 
 
-def plan_phases(config: Config, options: argparse.Namespace, cluster: Cluster) -> dict[str, Any]:
-    """The plan of the steps that need most memory, if schedules change them, with the time of the whole run."""
-    phases = build_phases(config.training, ParallelDims.from_config(config.parallelism, options.world_size).dp)
-    counts = count_steps(phases, config.training.steps)
-    if options.tokens:
-        counts = count_steps(phases, tokens=math.ceil(options.tokens))
-    plans = plan([at_phase(config, phase) for phase in phases], options.world_size, cluster)
-    for found, steps in zip(plans, counts, strict=True):
-        found["run"] = plan_run(found, steps * found["tokens_per_step"], options)
-    largest = max(plans, key=lambda found: (found["memory_gib"]["reserved"], found["tokens_per_step"]))
-    summed = {name: sum(found["run"][name] for found in plans) for name in ("tokens", "days", "failures")}
-    return largest | {"run": largest["run"] | summed}
-
-
-def at_phase(config: Config, phase: Phase) -> Config:
-    """`config` with the steps of a phase throughout."""
-    training = config.training
-    cut = phase.longest // phase.seq_len
-    local = training.local_batch_size * cut
-    batch = phase.shape.samples * cut
-    steps = replace(training, seq_len=phase.seq_len, local_batch_size=local, global_batch_size=batch)
-    return replace(config, training=steps)
-
-
-def plan_run(planned: Mapping[str, Any], tokens: float, options: argparse.Namespace) -> dict[str, float]:
-    """Days of a run of so many tokens, time of a checkpoint, failures, and the interval that loses least time to both.
+def plan_run(planned: Mapping[str, Any], steps: int, options: argparse.Namespace) -> dict[str, float]:
+    """Days of a run, time of a checkpoint, failures, and the interval that loses least time to both.
 
     That is sqrt(2 C M), for a checkpoint of C seconds and M seconds between failures (Young 1974). The run's mean time
     to failure is that of a node divided by the number of nodes.
     """
+    tokens = options.tokens or steps * planned["tokens_per_step"]
     seconds = tokens / planned["speed"]["tokens_per_second"] / options.world_size
     write = planned["checkpoint_bytes"] / (1e9 * options.storage_bandwidth)
     mttf = 3600 * options.mttf_hours / math.ceil(options.world_size / options.gpus_per_node)
@@ -212,6 +187,11 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster]:
     config = settle_model(load_config(rest))
     if config.float8.enable and device.float8_flops is None and not config.float8.emulate:
         raise ConfigError(f"float8.enable = true: {options.device} has no float8 matmul")
+    _, batch = parse_schedule(config.training.global_batch_size)[-1]
+    last = replace(config.training, seq_len=config.training.max_seq_len, global_batch_size=batch)
+    if last != config.training:
+        print("planned as if all steps had the last batch and the longest sequences", file=sys.stderr)
+    config = replace(config, training=last)
     bandwidth = 1e9 * options.bandwidth if options.bandwidth else device.network_bandwidth
     cluster = Cluster(device, options.gpus_per_node, bandwidth, options.flash_attention)
     return options, config, cluster
@@ -222,11 +202,10 @@ def main(argv: Sequence[str]) -> None:
     options, config, cluster = parse(argv)
     if options.sweep:
         plans = sweep(config, options.world_size, cluster)
-        for found in plans:
-            tokens = options.tokens or config.training.steps * found["tokens_per_step"]
-            found["run"] = plan_run(found, tokens, options)
     else:
-        plans = [plan_phases(config, options, cluster)]
+        plans = plan([config], options.world_size, cluster)
+    for found in plans:
+        found["run"] = plan_run(found, config.training.steps, options)
     if options.json:
         print(json.dumps(plans if options.sweep else plans[0], indent=1))
     elif not options.sweep:

@@ -14,7 +14,6 @@ from tests.corpus import write_dataset
 from tests.runs import launch
 from tests.unit.test_follow import followed, score_of, settings  # noqa: F401
 from tests.unit.test_llama import FAMILIES, SMALL
-from tools import follow as module
 from tools.average import main as average
 from tools.hf import export_model
 from tools.hf import main as checkpoint_hf
@@ -49,12 +48,10 @@ def test_checkpoints_on_s3_are_followed(
     bucket: str,
     tmp_path: Path,
     settings: list[str],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of four checkpoints two are left. The listing of the server lags: it shows none."""
+    """Of four checkpoints two are left."""
     run = tmp_path / "run"
     launch(1, run, [*settings, f"--checkpoint.folder={bucket}/run", "--checkpoint.keep=2"])
-    monkeypatch.setattr(module, "committed", lambda store: [])
     rows = followed(run)
     assert [row["step"] for row in rows] == [3, 4]
     assert [row["scores/t/acc"] for row in rows] == [score_of(run, step, tmp_path) for step in (3, 4)]

@@ -22,7 +22,7 @@ from config import Config, ConfigError, load_config
 from models import ModelSpec
 from models.llama.model import Block, Llama, LlamaConfig, rope_cos_sin
 from tests.harness import run_ranks
-from tools.plan import parse, plan, plan_phases, plan_run, plan_text, sweep
+from tools.plan import parse, plan, plan_run, plan_text, sweep
 from tools.plan_count import Case, DryRun, check, count, count_few_layers, dry_run
 from tools.plan_tally import Matmul, Tally
 from tools.plan_time import (
@@ -343,8 +343,8 @@ def test_a_device_without_fitted_runs_has_a_wide_range() -> None:
 
 def test_checkpoints_and_failures_by_hand() -> None:
     """100 GB at 10 GB/s take 10 s. 8 nodes of 20,000 h fail each 9e6 s. Young: sqrt(2 x 10 x 9e6) s."""
-    options, *_ = parse(WORDS)
-    found = plan_run({"checkpoint_bytes": 100e9, "speed": {"tokens_per_second": 1e5}}, 64e12, options)
+    options, *_ = parse([*WORDS, "--tokens=64e12"])
+    found = plan_run({"checkpoint_bytes": 100e9, "speed": {"tokens_per_second": 1e5}}, 1, options)
     assert (found["write_seconds"], found["days"]) == (10, pytest.approx(1e7 / 86400))
     assert found["failures"] == pytest.approx(1e7 / 9e6)
     assert found["interval_seconds"] == pytest.approx(math.sqrt(2 * 10 * 9e6))
@@ -353,17 +353,12 @@ def test_checkpoints_and_failures_by_hand() -> None:
 # The command.
 
 
-def test_the_time_of_a_schedule_is_that_of_its_parts() -> None:
-    """By hand: 7 steps of 16 x 96 tokens begin before 10,000 are seen, in rows of 48; then 3 of 32 x 96."""
-    words = [*DEBUG, "--world-size=2", f"{LAYERS}=1", "--training.steps=10", f"{LOCAL}=4"]
-    options, config, cluster = parse([*words, f"{BATCH}=16 @ 0, 32 @ 10k", "--training.seq_len=48 @ 0, 96 @ 10k"])
-    found = plan_phases(config, options, cluster)
-    parts = [parse([*words, f"{BATCH}=32", "--training.seq_len=48", f"{LOCAL}=8"]), parse([*words, f"{BATCH}=32"])]
-    first, last = plan([part for _, part, _ in parts], 2, cluster)
-    seconds = 7 * first["speed"]["step_seconds"] + 3 * last["speed"]["step_seconds"]
-    assert found["run"]["days"] == pytest.approx(seconds / 86400)
-    assert found["run"]["tokens"] == 7 * 16 * 96 + 3 * 32 * 96
-    assert found["memory_gib"] == last["memory_gib"]
+def test_a_schedule_is_planned_by_its_last_batch_and_longest_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*DEBUG, "--world-size=2", f"{LAYERS}=1", f"{LOCAL}=4"]
+    _, config, _ = parse([*words, f"{BATCH}=16 @ 0, 32 @ 10k", "--training.seq_len=48 @ 0, 96 @ 10k"])
+    assert "as if all steps had the last batch" in capsys.readouterr().err
+    assert config == parse([*words, f"{BATCH}=32", "--training.seq_len=96"])[1]
+    assert capsys.readouterr().err == ""
 
 
 def test_a_sweep_ranks_what_fits(monkeypatch: pytest.MonkeyPatch) -> None:
