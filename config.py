@@ -643,11 +643,15 @@ def is_flavor_field(key: str) -> bool:
     return of_model and key not in KINDS and not re.search(CREDENTIALS, key, re.IGNORECASE)
 
 
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file as nested dicts, over the file that its `base` names, relative to it. Raises ConfigError."""
+def read_toml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a TOML file as nested dicts, over the file that its `base` names, relative to it. Raises ConfigError.
+
+    Entries with one of the names `others` are no settings, and stay as they are.
+    """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
         base = values.pop("base", None)
+        more = {key: values.pop(key) for key in others if key in values}
         from_dict(values)
     except OSError as error:
         nearby = map(str, [*path.parent.glob("*.toml"), *Path("train_configs").glob("*.toml")])
@@ -659,7 +663,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     merged = read_toml(path.parent / str(base)) if base else {}
     for section, entries in values.items():
         merged.setdefault(section, {}).update(entries)
-    return merged
+    return merged | more
 
 
 def read_recorded(text: bytes, place: object) -> dict[str, Any]:

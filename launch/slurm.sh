@@ -28,6 +28,7 @@ if [ "${STUDY_RUNS:-}" ]; then  # of tools.sweep --slurm: this task's line has t
   for RUN_FOLDER in "${folders[@]}"; do
     is_finished || break
   done
+  if is_finished; then exit; fi
   set -- "--config=$RUN_FOLDER.toml" "$@"
 fi
 # Of an array, this task alone. The job's id names the run, so that a requeued job resumes it; with the cluster's, since

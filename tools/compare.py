@@ -30,14 +30,14 @@ class Table(NamedTuple):
     title: str
     head: Sequence[str]
     rows: Sequence[Sequence[Any]]
-    note: str = ""
+    note: str
 
     def text(self) -> str:
-        """The table for a terminal."""
+        """The table and its note for a terminal."""
         lines = [list(self.head), *([_cell(value) for value in row] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         padded = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        return "\n".join([self.title, *padded])
+        return "\n".join([self.title, *padded, self.note])
 
 
 def _cell(value: Any) -> str:
@@ -124,15 +124,14 @@ def read_charts(folder: Path) -> Charts:
 
 def add_scores(charts: Charts, folder: Path) -> None:
     """Add the scores of `tools.follow`, at the tokens and hours on the line between the two rows around their step."""
-    known = np.array([(0, 0, 0, 0), *charts.get("loss", ())])
-    rows = []
+    steps, tokens, hours, _ = np.array([(0, 0, 0, 0), *charts.get("loss", ())]).T
     for file in folder.glob("scores*/scores.jsonl"):
-        rows += read_records(file)
-    for row in sorted(rows, key=lambda row: row["step"]):
-        at = [float(np.interp(row["step"], known[:, 0], known[:, column])) for column in (1, 2)]
-        for field in row:
-            if field.startswith("scores/"):
-                charts.setdefault(field, []).append((row["step"], *at, row[field]))
+        for row in read_records(file):
+            step = row["step"]
+            at = float(np.interp(step, steps, tokens)), float(np.interp(step, steps, hours))
+            for field in row:
+                if field.startswith("scores/"):
+                    charts.setdefault(field, []).append((step, *at, row[field]))
 
 
 def read_settings(folder: Path) -> dict[str, list[Any]]:

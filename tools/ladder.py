@@ -6,8 +6,7 @@
     folder = "outputs/ladder"                # default: outputs/ and this file's name
     multiples = [5, 10, 20]                  # tokens per parameter
     decay = 0.1                              # share of a run's steps over which its rate decays
-    [set]                                    # for all runs
-    validation.max_samples = 0
+    validation.max_samples = 0               # any setting, for all runs
     [rule]
     parameters = 108e6                       # N0. A model of N parameters, without the embedding, has
     batch = 327_680                          # tokens a step: these times (N / N0)^batch_power
@@ -45,7 +44,6 @@ from tools.study import Chain, Run, Study, build_parser, conduct, dotted, write_
 
 POWERS = {"batch_power": 2 / 3, "rate_power": -1 / 3}  # of OLMo-core, by Porian et al. 2024
 NEEDED = ("parameters", "batch", "rate", "warmup", "sequences")  # of the rule
-RULED = ("training.steps", "training.epochs", "training.global_batch_size", "optimizer.lr", "lr_scheduler.warmup_steps")
 FEWEST_SIZES = 4  # one to predict, and three for the two unknowns that all multiples share
 EXPONENTS = np.geomspace(0.005, 2.0, 2000)  # tried for the fit
 Point = dict[str, Any]  # a decayed run: what the rule gave, its loss, the fit's
@@ -63,17 +61,13 @@ def read_ladder(file: Path) -> tuple[Study, list[Chain]]:
     sizes = study.values.get("sizes", {})
     if rule.keys() != {*NEEDED, *POWERS}:
         raise ConfigError(f"{file}: [rule]: must have {', '.join(NEEDED)}, and may have {', '.join(POWERS)}")
-    if not multiples[0] or any(multiple % multiples[0] for multiple in multiples):
+    if not multiples[0] or any(np.mod(multiples, multiples[0])):
         raise ConfigError(f"{file}: multiples = {multiples}: each must be one of the first")
     if len(sizes) < FEWEST_SIZES:
         raise ConfigError(f"{file}: [sizes]: has {len(sizes)}; to fit some and predict one takes {FEWEST_SIZES}")
     chains = []
     for size, values in sizes.items():
-        own = dotted(values)
-        clash = {*own, *study.common}.intersection(RULED)
-        if clash:
-            raise ConfigError(f"{file}: {', '.join(clash)}: follows from [rule], multiples and decay")
-        chains.append(plan_size(study, size, own, rule, multiples, decay))
+        chains.append(plan_size(study, size, dotted(values), rule, multiples, decay))
     return study, sorted(chains, key=lambda runs: runs[0].config.optimizer.lr)
 
 
@@ -144,13 +138,14 @@ def fit_losses(points: Sequence[Point]) -> dict[str, Any]:
     multiples = sorted({point["multiple"] for point in points})
     losses = np.array([point["loss"] for point in points])
     flops = np.array([point["flops"] for point in points])
+    ones = np.ones(len(points))
     belongs = np.equal.outer([point["multiple"] for point in points], multiples)
     found = []
     for exponent in EXPONENTS:
         powers = belongs * (flops[:, None] / flops.max()) ** -exponent
-        for limits in (np.ones((len(points), 1)), np.zeros((len(points), 1))):
-            columns = np.hstack([limits, powers]) / losses[:, None]
-            solution = np.linalg.lstsq(columns, np.ones(len(points)), rcond=None)[0]
+        for has_limit in (1.0, 0.0):
+            columns = np.insert(powers, 0, has_limit, axis=1) / losses[:, None]
+            solution = np.linalg.lstsq(columns, ones, rcond=None)[0]
             if solution[0] >= 0:
                 error = np.sum((columns @ solution - 1) ** 2)
                 found.append((error, exponent, *solution))
@@ -207,7 +202,7 @@ def write_results(study: Study, chains: Sequence[Chain]) -> None:
     note += f"{fit['exponent']:.4g}, A by multiple, the tokens per parameter. parameters: without the embedding."
     table = Table("Ladder", list(points[-1]), [list(point.values()) for point in points], note)
     write_page(groups, study.folder / "ladder.html", f"Ladder {study.folder.name}", [table], figure)
-    print(f"\n{table.text()}\n{note}")
+    print(f"\n{table.text()}")
 
 
 def main(argv: Sequence[str]) -> int:

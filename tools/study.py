@@ -6,7 +6,6 @@ Nothing else is kept: which runs are finished is read from their folders.
 
 import argparse
 import csv
-import json
 import os
 import re
 import shlex
@@ -14,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict
 from functools import partial
 from itertools import chain, cycle, islice
@@ -27,13 +27,11 @@ from config import (
     Config,
     ConfigError,
     TitaniteError,
-    close_match,
     differences,
     file_errors,
     from_dict,
     read_toml,
     to_toml,
-    tomllib,
 )
 from data.loader import DataLoader
 from models import find_model
@@ -81,35 +79,24 @@ def name_values(values: Mapping[str, Any]) -> str:
     """A name made of values, each by the last part of its setting."""
     words = []
     for key, value in values.items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        plain = re.sub(r"[^0-9A-Za-z_.+-]+", "-", text).strip("-")
+        plain = re.sub(r"[^0-9A-Za-z_.+-]+", "-", str(value)).strip("-")
         words.append(f"{key.rpartition('.')[2]}={plain}")
     return ",".join(words)
 
 
 class Study:
-    """What the file of a study says. Raises ConfigError."""
+    """The file of a study: a config for all runs, the `folder` of their folders, and `keys` of its kind."""
 
     def __init__(self, file: Path, keys: Sequence[str]):
-        try:
-            self.values = tomllib.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:  # also bytes that are not UTF-8
-            raise ConfigError(f"{file}: not valid TOML: {error}") from None
-        allowed = ("base", "folder", "set", *keys)
-        for key in self.values:
-            if key not in allowed:
-                raise ConfigError(f"{file}: {key}: must be one of {', '.join(allowed)}{close_match(key, allowed)}")
-        if "base" not in self.values:
-            raise ConfigError(f"{file}: base: must name the config that all runs share, relative to this file")
-        self.base = file.parent / self.values["base"]
-        self.folder = Path(self.values.get("folder", f"outputs/{file.stem}"))
-        self.common = dotted(self.values.get("set", {}))
+        """Raises ConfigError."""
+        self.config = read_toml(file, ("folder", *keys))
+        self.folder = Path(self.config.pop("folder", f"outputs/{file.stem}"))
+        self.values = {key: self.config.pop(key) for key in keys if key in self.config}
 
     def run(self, values: Mapping[str, Any], settings: Mapping[str, Any]) -> Run:
-        """The run of these values, with these settings over the common ones."""
-        own_folder = {"run.folder": str(self.folder / name_values(values))}
-        nested = read_toml(self.base)
-        for key, value in (own_folder | self.common | dict(settings)).items():
+        """The run of these values, with these settings over those for all."""
+        nested = deepcopy(self.config)
+        for key, value in {"run.folder": str(self.folder / name_values(values)), **settings}.items():
             section, _, name = key.partition(".")
             nested.setdefault(section, {})[name] = value
         return Run(values, from_dict(nested))
@@ -167,9 +154,9 @@ def conduct(
 
 def write_csv(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows, whose keys are the columns."""
-    columns = dict.fromkeys(key for row in rows for key in row)
+    columns = dict.fromkeys(chain(*rows))
     with file.open("w", newline="", encoding="utf-8") as text:
-        writer = csv.DictWriter(text, list(columns))
+        writer = csv.DictWriter(text, columns)
         writer.writeheader()
         writer.writerows(rows)
 
@@ -312,23 +299,18 @@ def share_devices(at_once: int) -> list[dict[str, str]]:
 def submit(chains: Sequence[Chain], folder: Path, at_once: int, options: str) -> None:
     """Submit what is not finished as an array of launch/slurm.sh, with these `options` of sbatch.
 
-    Raises TitaniteError if jobs of an earlier call are still queued or running, or sbatch fails.
+    Its jobs wait for those of an earlier call, and end at once where those have done all. Raises TitaniteError if
+    sbatch fails.
     """
-    name = str(folder.absolute())
-    queued = _call("squeue", "--me", "--noheader", "--format=%A", f"--name={name}").split()
-    if queued:
-        raise TitaniteError(f"jobs of this study are still queued or running: wait, or scancel {' '.join(set(queued))}")
     waiting = find_missing(chains)
-    file = folder / "slurm.txt"
+    if not waiting:
+        raise TitaniteError("every run is finished: --page writes the page")
+    file = folder / f"slurm-{time.time_ns()}.txt"
     lines = ["\t".join(str(run.folder) for run in runs) for runs in waiting]
     write_atomically(file, "".join(f"{line}\n" for line in lines).encode())
-    words = [f"--job-name={name}", f"--array=1-{len(lines)}%{at_once}", f"--output={folder}/slurm-%A_%a.log"]
-    job = _call("sbatch", *words, f"--export=ALL,STUDY_RUNS={file}", *shlex.split(options), "launch/slurm.sh")
-    print(f"{job.strip()}; once it has ended, --page writes the page")
-
-
-def _call(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True)
+    words = [f"--job-name={folder.absolute()}", "--dependency=singleton", f"--array=1-{len(lines)}%{at_once}"]
+    words += [f"--output={folder}/slurm-%A_%a.log", f"--export=ALL,STUDY_RUNS={file}", *shlex.split(options)]
+    done = subprocess.run(["sbatch", *words, "launch/slurm.sh"], capture_output=True, text=True)
     if done.returncode:
-        raise TitaniteError(f"{words[0]}: {done.stderr.strip()}")
-    return done.stdout
+        raise TitaniteError(f"sbatch: {done.stderr.strip()}")
+    print(f"{done.stdout.strip()}; once it has ended, --page writes the page")

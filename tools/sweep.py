@@ -5,8 +5,7 @@
     base = "train_configs/debug.toml"        # relative to this file
     folder = "outputs/rates"                 # default: outputs/ and this file's name
     seeds = [0, 1, 2]
-    [set]                                    # for all runs
-    training.steps = 200
+    training.steps = 200                     # any setting, for all runs
     [grid]                                   # every combination
     optimizer.lr = [1e-3, 2e-3, 4e-3]
     [[zip]]                                  # the first values together, the second ones, ...
@@ -56,10 +55,10 @@ def read_sweep(file: Path) -> tuple[Study, list[Run]]:
 
 def _rows(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The first values of all columns, the second ones, and so on."""
-    lengths = {len(values) if isinstance(values, list) else 0 for values in columns.values()}
-    if len(lengths) > 1 or 0 in lengths:
-        raise ConfigError(f"{', '.join(columns)}: each needs a list of values, in [[zip]] all of one length")
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    try:
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    except (TypeError, ValueError):
+        raise ConfigError(f"{', '.join(columns)}: each needs a list of values, in [[zip]] all of one length") from None
 
 
 # -- what came of them
@@ -105,29 +104,24 @@ def tabulate(field: str, groups: Mapping[str, Sequence[np.ndarray]]) -> Table:
     """
     curves = itertools.chain(*groups.values())
     amounts = np.min([curve[-1, :3] for curve in curves], axis=0)
-    means = {}
-    deviations = {}
+    columns = ["at the end", *(f"at {amount:,.0f} {name}" for amount, name in zip(amounts, AMOUNTS, strict=True))]
+    rows = []
     for name, own in groups.items():
         losses = np.array([_losses_at(amounts, curve) for curve in own])
-        means[name] = losses.mean(0)
-        deviations[name] = losses[:, 0].std(ddof=1) if len(own) > 1 else "–"
-    best = np.min(list(means.values()), axis=0)
-    rows = []
-    for name in sorted(means, key=lambda name: means[name][0]):
-        stars = np.where(means[name] == best, " *", "")
-        cells = [f"{mean:.4f}{star}" for mean, star in zip(means[name], stars, strict=True)]
-        rows.append([name, len(groups[name]), cells[0], deviations[name], *cells[1:]])
-    columns = [f"at {amount:,.0f} {name}" for amount, name in zip(amounts, AMOUNTS, strict=True)]
-    note = "*: the best. ±: standard deviation over seeds. Of finished runs, at what the shortest has."
-    return Table(f"By {field}", ["values", "runs", "at the end", "±", *columns], rows, note)
+        deviation = losses[:, 0].std(ddof=1) if len(own) > 1 else "–"
+        rows.append([name, len(own), deviation, *losses.mean(0)])
+    rows.sort(key=lambda row: row[3])
+    note = "Of finished runs, at what the shortest has; ±: standard deviation over seeds. Best"
+    for number, column in enumerate(columns, start=3):
+        best = min(rows, key=lambda row: row[number])
+        note += f" {column}: {best[0]}."
+    return Table(f"By {field}", ["values", "runs", "±", *columns], rows, note)
 
 
 def _losses_at(amounts: np.ndarray, curve: np.ndarray) -> list[float]:
     """The last loss, then those after each of the amounts."""
-    losses = [curve[-1, 3]]
-    for column, amount in enumerate(amounts):
-        losses.append(np.interp(amount, curve[:, column], curve[:, 3]))
-    return losses
+    *columns, losses = curve.T
+    return [losses[-1], *map(np.interp, amounts, columns, itertools.repeat(losses))]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -62,7 +62,6 @@ def test_what_the_rule_gives(tmp_path: Path, dataset: Path) -> None:
         ({"multiples": "[2, 3]"}, "multiples = .2, 3.: each must be one of the first"),
         ({"multiples": "[]"}, "multiples = .0.: each must be one of the first"),
         ({"multiples": "[0.001]"}, "sizes.a: too short: warms up to step 2, decays from 1 to 1"),
-        ({"rule": "[set]\noptimizer.lr = 1.0"}, "optimizer.lr: follows from .rule."),
         ({"sizes": 3}, "has 3; to fit some and predict one takes 4"),
     ],
 )

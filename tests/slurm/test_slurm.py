@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from config import TitaniteError
 from storage.records import read_records
 from tests.corpus import write_dataset
 from tests.slurm.lab import missing, slurm
@@ -133,19 +132,19 @@ def test_a_study_is_an_array_of_jobs(
         f'training = {{steps = 20, param_dtype = "float32"}}\ndata.datasets = ["{cluster.dataset}"]'
     )
     file = tmp_path / "sweep.toml"
-    lines = ['base = "base.toml"', f'folder = "{tmp_path / "runs"}"', "seeds = [0, 1, 2]", "[set]", *settings]
+    lines = ['base = "base.toml"', f'folder = "{tmp_path / "runs"}"', "seeds = [0, 1, 2]", *settings]
     file.write_text("\n".join(lines))
     words = ["--slurm=--nodes=1 --partition=low --gpus-per-node=0", "--at-once=2"]
     options = build_parser("ladder", "").parse_args([str(file), *words])
     study, runs = read_sweep(file)
     chains = [runs[:2], runs[2:]]
     assert conduct(options, study.folder, chains, lambda: None) == 0
-    with pytest.raises(TitaniteError, match="are still queued or running"):
-        conduct(options, study.folder, chains, lambda: None)
-    cluster.job = capsys.readouterr().out.partition("batch job ")[2].partition(";")[0]
+    assert conduct(options, study.folder, chains, lambda: None) == 0, "it waits for the first, and finds all done"
+    cluster.job = capsys.readouterr().out.rpartition("batch job ")[2].partition(";")[0]
     done = ("squeue", "--noheader", f"--jobs={cluster.job}", "--states=all", "--format=%T")
     cluster.log = study.folder / f"slurm-{cluster.job}_1.log"
     cluster.wait(lambda: set(cluster.call(*done).split()) == {"COMPLETED"}, "all runs", dead=set())
+    assert [len(read_records(run.folder / "starts.jsonl")) for run in runs] == [1, 1, 1]
     assert [steps(run.folder) for run in runs] == [list(range(1, 21))] * 3
     ended = [(run.folder / "exit.json").stat().st_mtime for run in runs[:2]]
     assert ended[0] < (runs[1].folder / "config.toml").stat().st_mtime < ended[1], "one after another"
