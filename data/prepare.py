@@ -25,10 +25,11 @@ from functools import lru_cache, partial
 from itertools import chain, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from tqdm import tqdm
 
 from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors
@@ -37,11 +38,12 @@ from data.chat import chat_of, encode_examples, load_transformers, transformers_
 from data.order import derive_key, random_words
 from data.packing import HIDDEN, pack
 from data.place import PARTS, PLAN, Place
-from data.shards import INDEX_SCHEMA, VERSION, DataError, Shard, digest, token_type
+from data.shards import VERSION, DataError, Shard, as_arrow, as_bytes, as_lists, digest, index_table
 from data.sources import (
     KEY,
     SEPARATORS,
     UNIT_BYTES,
+    Counts,
     File,
     Found,
     Unit,
@@ -55,6 +57,7 @@ from data.sources import (
 from data.token_files import DTYPES, Reading, token_documents
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from data.workers import Map
+from storage import Store
 from storage.records import written_whole
 
 # Format → keys of a record. Tokens have one column, whatever its name.
@@ -96,8 +99,9 @@ HELD_BYTES = 128 * 2**20  # of tokens that a process holds before it writes them
 VOCAB_SIZE = 4096  # default for a trained tokenizer
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text to train a tokenizer on
 JSON_BEGINNING = re.compile(rb"(\xef\xbb\xbf)?\s*(\[\s*)?\{")  # of JSON lines, or an array of objects
-PARTS_LAYOUT = 2  # changes with what parts hold: those of an earlier version are not used
-DONE = f"{PARTS}/done.json"  # what both passes have given
+PARTS_LAYOUT = 3  # changes with what parts hold: those of an earlier version are not used
+# Of the documents in parts. Arrow moves bytes much faster than lists of numbers.
+PART_SCHEMA = pa.schema({"word": pa.uint64(), "tokens": pa.large_binary()})
 
 log = logging.getLogger(__name__)
 Batch = list[tuple[str, Any, bool]]  # documents: place in the input, text or ids, whether it is held out
@@ -129,11 +133,6 @@ class Plan:
     @property
     def place(self) -> Place:
         return Place(self.url, self.o.scratch, digest(self.record().encode()))
-
-    @property
-    def schema(self) -> pa.Schema:
-        """Of the documents in parts."""
-        return pa.schema({"word": pa.uint64(), "tokens": token_type(self.dtype)})
 
 
 def prepare(texts: Iterable[str | Mapping[str, Any]], output: str, **options: Any) -> dict[str, Any]:
@@ -195,11 +194,7 @@ def _prepare_files(o: argparse.Namespace, files: Sequence[File], client: Any) ->
     with writer.locked(place):
         workers.check_place(place, client)
         _start_or_go_on(plan, tokenizer)
-        done = plan.place.read_if_there(DONE)
-        if done is None:
-            _run_passes(plan, tokenizer, units, client)
-            done = plan.place.store.read(DONE)
-        return _finish(plan, tokenizer, *json.loads(bytes(done)))
+        return _run_passes(plan, tokenizer, units, client)
 
 
 # ---------------------------------------------------------------- what decides the bytes to write
@@ -287,7 +282,7 @@ def _count_usable(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], found
     usable = 0
     batch_bytes = BATCH_BYTES if plan.o.dry_run else 1
     for unit in units:
-        for tokenized in _tokenized(plan, tokenizer, (0, unit), found, batch_bytes):
+        for tokenized in _tokenized(plan, tokenizer, 0, unit, found, batch_bytes):
             usable += len(tokenized)
             if plan.o.format in EXAMPLES:
                 usable = sum(found.counts.values(), Counter[str]())["conversations"]
@@ -299,18 +294,26 @@ def _count_usable(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], found
 # ---------------------------------------------------------------- both passes
 
 
-def _run_passes(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], client: Any) -> None:
-    """Tokenise and write what an earlier start by the same plan has not, and keep in DONE what `_finish` needs.
+def _run_passes(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], client: Any) -> dict[str, Any]:
+    """Tokenise and write what an earlier start by the same plan has not. Returns the manifest.
 
     Raises DataError if too many records are bad; finished parts are kept for a larger --skip-bad.
     """
     with _mapping(plan, client) as map_tasks:
-        results = _run_all(map_tasks, partial(_tokenize_unit, plan), list(enumerate(units)), "tokenise", " units")
-        found = _found_in(results)
+        tokenise = partial(_run_once, plan, "unit", _tokenize_unit)
+        tokenised = _run_all(map_tasks, tokenise, units, "tokenise", " units")
+        found = Found()
+        parts: list[str] = []
+        for bad, counts, names in tokenised:
+            found.bad += bad
+            for url, own in counts.items():
+                found.counts[url].update(own)
+            parts += names
         if len(found.bad) > plan.o.skip_bad:
             raise DataError(f"{len(found.bad)} bad records are more than --skip-bad {plan.o.skip_bad}")
         tell_effects(plan, tokenizer, units, found)
-        written = _run_all(map_tasks, partial(_write_bucket, plan), range(plan.buckets), "write", " shards")
+        write = partial(_run_once, plan, "bucket", _write_bucket)
+        written = _run_all(map_tasks, write, [parts] * plan.buckets, "write", " shards")
     facts = dict(plan.facts)
     if plan.o.format in EXAMPLES:
         total = sum(found.counts.values(), Counter[str]())
@@ -319,7 +322,11 @@ def _run_passes(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], client:
         lines = "".join(f"{line}\n" for line in found.bad)
         plan.place.put(writer.BAD_RECORDS, lines.encode())
         facts["bad_records"] = len(found.bad)
-    plan.place.put(DONE, json.dumps([facts, written]).encode())
+    plan.place.store.remove(parts)  # before the manifest, which ends all starts
+    shards = [(Shard(*shard), index_table(columns)) for shard, columns in written]
+    manifest = writer.write_manifest(plan.place, tokenizer, shards, facts)
+    writer.remove_parts(plan.place)
+    return manifest
 
 
 @contextmanager
@@ -329,29 +336,31 @@ def _mapping(plan: Plan, client: Any) -> Iterator[Map]:
         yield workers.cluster_map(client)
         return
     tasks = max(plan.units, plan.buckets)
-    # Starting a process takes most of a second, in which it could tokenise a few MB.
+    # Starting a process takes half a second, in which it could tokenise a few MB.
     cores = len(os.sched_getaffinity(0)) if tasks > 2 else 1
     with workers.pool_of_processes(min(plan.o.processes or cores, tasks)) as map_tasks:
         yield map_tasks
 
 
 def _run_all(
-    map_tasks: Map, function: Callable[[Any], tuple[int, Any]], tasks: Sequence[Any], title: str, unit: str
+    map_tasks: Map, run: Callable[[tuple[int, Any]], tuple[int, Any]], given: Sequence[Any], title: str, unit: str
 ) -> list[Any]:
-    """Run `function(task)`, which gives (number, result), for each task, with a bar. The results by their numbers."""
-    with tqdm(map_tasks(function, tasks), total=len(tasks), desc=title, unit=unit) as bar:
+    """Run (number, what is given) for each, with a bar. The results by their numbers."""
+    with tqdm(map_tasks(run, list(enumerate(given))), total=len(given), desc=title, unit=unit) as bar:
         numbered = sorted(bar, key=itemgetter(0))
     return [result for _, result in numbered]
 
 
-def _found_in(results: Sequence[Any]) -> Found:
-    """What the first pass found in all units."""
-    found = Found()
-    for bad, counts in results:
-        found.bad += bad
-        for url, own in counts.items():
-            found.counts[url].update(own)
-    return found
+def _run_once(plan: Plan, kind: str, work: Callable[[Plan, int, Any], Any], task: tuple[int, Any]) -> tuple[int, Any]:
+    """(number of the task, what `work` gives), which is kept in a file for another start."""
+    number, given = task
+    name = f"{PARTS}/{kind}-{number:06}.json"
+    record = plan.place.read_if_there(name)
+    if record is None:
+        result = json.dumps(work(plan, number, given)).encode()
+        plan.place.put(name, result)
+        record = memoryview(result)
+    return number, json.loads(bytes(record))
 
 
 def tell_effects(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], found: Found) -> None:
@@ -374,16 +383,6 @@ def tell_effects(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], found:
             log.warning(f"{url}: the chat template changes earlier turns: {cost}")
         if counts["thoughts"]:
             log.warning(f"{url}: the chat template drops the thoughts of {counts['thoughts']:,} earlier answers")
-
-
-def _finish(plan: Plan, tokenizer: Tokenizer, facts: Mapping[str, Any], records: Sequence[Any]) -> dict[str, Any]:
-    """Write the manifest, remove the parts and return the manifest."""
-    place = plan.place
-    place.store.remove([_part(number) for number in range(plan.units)])  # before the manifest, which ends all starts
-    written = [(Shard(*shard), pa.Table.from_pydict(columns, INDEX_SCHEMA)) for shard, columns in records]
-    manifest = writer.write_manifest(place, tokenizer, written, facts)
-    writer.remove_parts(place)
-    return manifest
 
 
 def check_options(o: argparse.Namespace) -> None:
@@ -469,86 +468,70 @@ def _stored_tokenizer(place: Place) -> Tokenizer:
 # ---------------------------------------------------------------- pass 1: tokenise
 
 
-def _part(number: int) -> str:
-    """The file of a unit's documents, sorted into buckets.
-
-    It begins with where each bucket's begin and the last ends (int64), so that a bucket reads only what it needs.
-    Record batches follow, and at the end what was found in the unit.
-    """
-    return f"{PARTS}/unit-{number:06}.arrow"
-
-
-def _tokenize_unit(plan: Plan, numbered: tuple[int, Unit]) -> tuple[int, Any]:
-    """Write a unit's part, unless there is one. Returns its number, and bad records and counts."""
-    number, _ = numbered
-    place = plan.place
-    end = place.read_if_there(_part(number), 8 * plan.buckets, 8)
-    if end is not None:
-        findings = place.store.read(_part(number), int(np.frombuffer(end, np.int64)[0]))
-        return number, json.loads(bytes(findings))
-    tokenizer = _stored_tokenizer(place)
+def _tokenize_unit(plan: Plan, number: int, unit: Unit) -> tuple[list[str], Counts, list[str]]:
+    """Write a unit's documents into parts. Returns bad records, counts, and the parts' names."""
+    tokenizer = _stored_tokenizer(plan.place)
     found = Found(plan.o.skip_bad)
+    parts: list[str] = []
+    for held in _gathered(_tokenized(plan, tokenizer, number, unit, found, BATCH_BYTES)):
+        name = f"{PARTS}/part-{number:06}-{len(parts)}.arrow"
+        _write_part(plan, name, held)
+        parts.append(name)
+    return found.bad, found.counts, parts
+
+
+def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the same documents in batches of about HELD_BYTES."""
     held: list[pa.RecordBatch] = []
-    with place.temporary_file() as spilled:
-        with pa.ipc.new_file(spilled, plan.schema) as spill_writer:
-            for tokenized in _tokenized(plan, tokenizer, numbered, found, BATCH_BYTES):
-                held.append(tokenized)
-                if sum(tokenized.nbytes for tokenized in held) >= HELD_BYTES:
-                    _write_sorted(plan, held, spill_writer)
-                    held = []
-            if held:
-                _write_sorted(plan, held, spill_writer)
-        with place.create(_part(number)) as part:
-            _write_part(plan, pa.ipc.open_file(spilled), part)
-            part.write(json.dumps([found.bad, found.counts]).encode())
-    return number, [found.bad, found.counts]
+    for batch in batches:
+        held.append(batch)
+        if sum(batch.nbytes for batch in held) >= HELD_BYTES:
+            yield pa.concat_batches(held)
+            held = []
+    if held:
+        yield pa.concat_batches(held)
 
 
-def _write_part(plan: Plan, spilled: pa.RecordBatchFileReader, part: IO[bytes]) -> None:
-    """Write what was spilled, one record batch per bucket at a time, bucket after bucket."""
-    bounds = np.zeros(plan.buckets + 1, np.int64)
-    part.write(bounds.tobytes())
-    bounds[0] = bounds.nbytes
-    for bucket in range(plan.buckets):
-        for i in range(bucket, spilled.num_record_batches, plan.buckets):
-            batch = spilled.get_batch(i)
-            if len(batch):
-                part.write(batch.serialize())
-        bounds[bucket + 1] = part.tell()
-    part.seek(0)
-    part.write(bounds.tobytes())
-    part.seek(0, os.SEEK_END)
+def _write_part(plan: Plan, name: str, held: pa.RecordBatch) -> None:
+    """Write a file of documents, one record batch per bucket, in the order of the buckets.
+
+    It begins with where each batch begins and the last ends (int64), so that a bucket reads only what it needs.
+    """
+    held = held.take(pc.sort_indices(held["bucket"]))
+    bounds = np.from_dlpack(held["bucket"]).searchsorted(np.arange(plan.buckets + 1))
+    held = held.select(PART_SCHEMA.names)
+    batches = [held.slice(first, stop - first).serialize() for first, stop in pairwise(bounds.tolist())]
+    offsets = np.cumsum([8 * len(bounds), *map(len, batches)], dtype=np.int64)
+    with plan.place.create(name) as part:
+        part.write(offsets.tobytes())
+        part.writelines(batches)
 
 
 def _tokenized(
-    plan: Plan, tokenizer: Tokenizer, numbered: tuple[int, Unit], found: Found, batch_bytes: int
+    plan: Plan, tokenizer: Tokenizer, number: int, unit: Unit, found: Found, batch_bytes: int
 ) -> Iterator[pa.RecordBatch]:
     """Yield record batches with bucket, sort key and tokens of each document. Validation's buckets follow train's."""
-    number, unit = numbered
     key = derive_key("document", number)
     count = 0  # of documents
-    for batch in _batches(plan, tokenizer, unit, found, batch_bytes):
-        _, texts, held_out = zip(*batch, strict=True)
+    batches = _batches(plan, tokenizer, unit, found, batch_bytes)
+    if plan.o.format == "text":  # the others add to `found` here as well
+        batches = workers.read_ahead(batches)
+    for batch in batches:
+        places, texts, held_out = zip(*batch, strict=True)
         words = random_words(len(batch), key, first=count)
         count += len(batch)
         buckets = np.where(held_out, plan.train_buckets + words % plan.validation_buckets, words % plan.train_buckets)
-        ids: Sequence[Any] = texts
+        ids: Sequence[np.ndarray] = texts
         if plan.o.format == "text":
             ids = tokenizer.encode_documents(texts)
         elif plan.o.format in EXAMPLES:
-            made = [_examples(plan, tokenizer, place, text, found) for place, text, _ in batch]
+            made = [_examples(plan, tokenizer, place, text, found) for place, text in zip(places, texts, strict=True)]
             of_each = [len(examples) for examples in made]
             buckets = np.repeat(buckets, of_each)
             words = np.repeat(words, of_each)
             ids = list(chain.from_iterable(made))
-        lengths = [len(document) for document in ids]
-        if plan.o.format == "tokens":
-            values = np.concatenate(ids, dtype=plan.dtype, casting="unsafe")
-        else:
-            values = np.fromiter(chain.from_iterable(ids), plan.dtype, sum(lengths))
-        offsets = np.cumsum([0, *lengths], dtype=np.int32)
-        tokens = pa.ListArray.from_arrays(offsets, values, type=token_type(plan.dtype))
-        yield pa.record_batch({"bucket": buckets.astype(np.uint32), "word": words, "tokens": tokens})
+        tokens = as_bytes(ids, plan.dtype)
+        yield pa.record_batch({"bucket": as_arrow(buckets), "word": as_arrow(words), "tokens": tokens})
 
 
 def _batches(plan: Plan, tokenizer: Tokenizer, unit: Unit, found: Found, batch_bytes: int) -> Iterator[Batch]:
@@ -609,62 +592,37 @@ def _examples(plan: Plan, tokenizer: Tokenizer, place: str, text: str, found: Fo
     return fitting
 
 
-def _write_sorted(plan: Plan, batches: list[pa.RecordBatch], part_writer: pa.RecordBatchFileWriter) -> None:
-    """Write one record batch per bucket, in the order of the buckets."""
-    documents = pa.concat_batches(batches)
-    buckets = documents.column("bucket").to_numpy()
-    order = np.argsort(buckets, kind="stable")
-    bounds = np.cumsum([0, *np.bincount(buckets, minlength=plan.buckets)])
-    documents = documents.drop_columns("bucket")
-    for first, stop in pairwise(bounds):
-        part_writer.write_batch(documents.take(pa.array(order[first:stop])))
-
-
 # ---------------------------------------------------------------- pass 2: shuffle and write
 
 
-def _write_bucket(plan: Plan, bucket: int) -> tuple[int, Any]:
-    """Write a bucket's shard, unless it is there. Returns its number, and its shard with a record of its blocks."""
+def _write_bucket(plan: Plan, bucket: int, parts: Sequence[str]) -> tuple[Shard, dict[str, Any]]:
+    """Write a bucket's shard. Returns it with a record of its blocks."""
     place = plan.place
-    record_name = f"{PARTS}/bucket-{bucket:06}.json"
-    record = place.read_if_there(record_name)
-    if record is not None:
-        return bucket, json.loads(bytes(record))
     split = "train"
     number = bucket
     if bucket >= plan.train_buckets:
         split = "validation"
         number -= plan.train_buckets
-    batches: list[pa.RecordBatch] = []
     with ThreadPoolExecutor(place.store.read_threads) as threads:
-        for batches_of_unit in threads.map(partial(_read_slice, plan, bucket), range(plan.units)):
-            batches += batches_of_unit
+        batches = list(threads.map(partial(_read_slice, place.store, bucket), parts))
     with failures_of(f"{split}-{number:05}, which a smaller --shard-mb makes smaller"):
-        table = pa.Table.from_batches(batches, plan.schema)
-        order = np.argsort(table.column("word").to_numpy(), kind="stable")
-        documents = table.column("tokens").combine_chunks()
-        del table, batches  # to hold the documents twice, not three times
-        documents = documents.take(pa.array(order))
+        table = pa.Table.from_batches(batches, PART_SCHEMA).combine_chunks()
+        del batches  # to hold the documents twice, not three times
+        order = pc.sort_indices(table["word"])
+        documents = as_lists(table["tokens"].take(order).combine_chunks(), plan.dtype)
+        del table
     if plan.o.seq_len:
         documents = pack(documents, plan.o.seq_len, _stored_tokenizer(place).eos_id)
     block_bytes = int(plan.o.block_mb * 2**20)
     shard, blocks = writer.write_shard(place, split, number, documents, block_bytes)
-    written = [shard, blocks.to_pydict()]
-    place.put(record_name, json.dumps(written).encode())
-    return bucket, written
+    return shard, blocks.to_pydict()
 
 
-def _read_slice(plan: Plan, bucket: int, number: int) -> list[pa.RecordBatch]:
-    """The batches of a bucket in a unit's part. Each is named, not listed, so none can be missed."""
-    store = plan.place.store
-    bounds = np.frombuffer(store.read(_part(number), 8 * bucket, 16), np.int64)
-    first = int(bounds[0])
-    size = int(bounds[1]) - first
-    stream = pa.BufferReader(store.read(_part(number), first, size))
-    batches = []
-    while stream.tell() < size:
-        batches.append(pa.ipc.read_record_batch(pa.ipc.read_message(stream), plan.schema))
-    return batches
+def _read_slice(store: Store, bucket: int, part: str) -> pa.RecordBatch:
+    """A bucket's documents in a part. Parts are named, not listed, so none can be missed."""
+    bounds = np.frombuffer(store.read(part, 8 * bucket, 16), np.int64)
+    first, stop = bounds.tolist()
+    return pa.ipc.read_record_batch(pa.py_buffer(store.read(part, first, stop - first)), PART_SCHEMA)
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:

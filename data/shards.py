@@ -6,13 +6,14 @@ A dataset for fine-tuning is packed: see data.packing. docs/data.md describes th
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from config import PATIENCE, Config, ConfigError, TitaniteError
 from data.files import Files
@@ -58,6 +59,33 @@ def token_type(dtype: str) -> pa.DataType:
 def token_schema(dtype: str) -> pa.Schema:
     """The schema of a shard."""
     return pa.schema([pa.field("tokens", token_type(dtype), nullable=False)])
+
+
+def as_arrow(values: np.ndarray) -> pa.Array:
+    """An Arrow array in the same memory. `pa.array` would import pandas, which takes half a second."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def index_table(columns: Mapping[str, Sequence[int]]) -> pa.Table:
+    """Rows of blocks.arrow."""
+    arrays = [as_arrow(np.array(columns[field.name], field.type.to_pandas_dtype())) for field in INDEX_SCHEMA]
+    return pa.table(arrays, schema=INDEX_SCHEMA)
+
+
+def as_bytes(documents: Sequence[np.ndarray], dtype: str) -> pa.LargeBinaryArray:
+    """The tokens of each document, as bytes."""
+    tokens = np.concatenate([np.zeros(0, dtype), *documents], dtype=dtype, casting="unsafe")
+    bounds = np.cumsum([0, *map(len, documents)], dtype=np.int64) * tokens.itemsize
+    buffers = [None, pa.py_buffer(bounds), pa.py_buffer(tokens)]
+    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(documents), buffers)
+
+
+def as_lists(documents: pa.LargeBinaryArray, dtype: str) -> pa.ListArray:
+    """The documents of `as_bytes` as lists, in the same memory. Raises ArrowInvalid for 2**31 tokens or more."""
+    lengths = np.from_dlpack(pc.binary_length(documents)) // np.dtype(dtype).itemsize
+    bounds = np.cumsum(np.append(0, lengths))
+    tokens = pa.Array.from_buffers(pa.type_for_alias(dtype), int(bounds[-1]), [None, documents.buffers()[2]])
+    return pa.ListArray.from_arrays(as_arrow(bounds).cast(pa.int32()), tokens, type=token_type(dtype))
 
 
 @dataclass(frozen=True, eq=False)

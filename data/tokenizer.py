@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import re
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -97,10 +98,15 @@ class Tokenizer:
         """The ids of a text, with any bos of the tokenizer's template and without an eos."""
         return self.prefix + self.raw.encode(text, add_special_tokens=False).ids
 
-    def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text as a document: any bos of the template, the text, exactly one eos."""
-        encodings = self.raw.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [[*self.prefix, *encoding.ids, self.eos_id] for encoding in encodings]
+    def encode_documents(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids (uint32) of each text as a document: any bos of the template, the text, exactly one eos."""
+        documents = []
+        for encoding in self.raw.encode_batch_fast(list(texts), add_special_tokens=False):
+            ids = array("I", self.prefix)  # takes a list in half the time that numpy needs
+            ids.fromlist(encoding.ids)
+            ids.append(self.eos_id)
+            documents.append(np.frombuffer(ids, np.uint32))
+        return documents
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`, without special tokens."""

@@ -11,17 +11,18 @@ import os
 import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, ProcessPoolExecutor
+from concurrent.futures import CancelledError, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from data.place import Place
 from data.shards import DataError
 
+T = TypeVar("T")
 # Of a function and tasks: yields the results, in any order.
 Map = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
 AT_ONCE = 1024  # tasks given to a pool: more than processes, but submitting thousands may block (cpython 105829)
@@ -69,6 +70,18 @@ def _start_process() -> None:
 
 def _share_cores() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def read_ahead(items: Iterator[T]) -> Iterator[T]:
+    """Yield the items, the next of which a thread makes meanwhile."""
+    with ThreadPoolExecutor(1) as thread:
+        ahead = thread.submit(next, items, None)
+        while True:
+            item = ahead.result()
+            if item is None:
+                return
+            ahead = thread.submit(next, items, None)
+            yield item
 
 
 # ---------------------------------------------------------------- a Dask cluster

@@ -15,7 +15,7 @@ from isal import isal_zlib
 
 from config import file_errors
 from data.place import PARTS, PLAN, Place
-from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, seal, token_schema
+from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, index_table, seal, token_schema
 from data.tokenizer import FILES, TOKENIZER, Tokenizer, parse_tokenizer
 from storage import S3Store, StoreError
 
@@ -99,13 +99,13 @@ def load_tokenizer(place: Place) -> Tokenizer:
 def write_shard(place: Place, split: str, number: int, documents: pa.ListArray, block_bytes: int) -> WrittenShard:
     """Write documents (list<uint16 | uint32>) as a shard in blocks of about `block_bytes`. Without documents: none."""
     name = f"{split}-{number:05}.arrow"
+    columns: dict[str, list[int]] = {column: [] for column in INDEX_SCHEMA.names}  # of the index, a row per block
     if not len(documents):
-        return Shard(name, split, 0, 0, 0, 0), INDEX_SCHEMA.empty_table()
-    offsets = documents.offsets.to_numpy()
+        return Shard(name, split, 0, 0, 0, 0), index_table(columns)
+    offsets = np.from_dlpack(documents.offsets)
     dtype = str(documents.type.value_type)
     schema = token_schema(dtype)
     block_tokens = block_bytes // np.dtype(dtype).itemsize
-    blocks = []
     first = 0
     with place.create(name) as sink:
         with pa.ipc.new_file(sink, schema) as writer:
@@ -115,13 +115,16 @@ def write_shard(place: Place, split: str, number: int, documents: pa.ListArray, 
                 batch = pa.record_batch([documents.slice(first, stop - first)], schema=schema)
                 message = batch.serialize()
                 writer.write_batch(batch)
-                where = {"offset": sink.tell() - message.size, "size": message.size, "crc32": isal_zlib.crc32(message)}
-                blocks.append({**where, "documents": stop - first, "tokens": int(offsets[stop] - offsets[first])})
+                columns["offset"].append(sink.tell() - message.size)
+                columns["size"].append(message.size)
+                columns["documents"].append(stop - first)
+                columns["tokens"].append(int(offsets[stop] - offsets[first]))
+                columns["crc32"].append(isal_zlib.crc32(message))
                 first = stop
         size = sink.tell()
     tokens = int(offsets[-1] - offsets[0])
-    shard = Shard(name, split, size, len(blocks), len(documents), tokens)
-    return shard, pa.Table.from_pylist(blocks, INDEX_SCHEMA)
+    shard = Shard(name, split, size, len(columns["size"]), len(documents), tokens)
+    return shard, index_table(columns)
 
 
 def write_manifest(

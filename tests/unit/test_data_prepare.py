@@ -35,7 +35,7 @@ from tokenizers.processors import TemplateProcessing
 
 from config import TitaniteError
 from data import prepare as prepare_module
-from data import sources, token_files, writer
+from data import sources, token_files, workers, writer
 from data.place import Place
 from data.prepare import main
 from data.shards import DataError
@@ -234,6 +234,31 @@ def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, make, tmp_pa
     assert "train-00001.arrow" in whole
 
 
+def test_no_process_needs_pandas(lines, tokenizer_folder, tmp_path):
+    """Its import takes half a second, and pyarrow's usual conversions import it."""
+    words = [f"--source={lines}", f"--output={tmp_path / 'out'}", f"--tokenizer={tokenizer_folder}", "--processes=2"]
+    process = start_script(tmp_path / "run.py", "import sys; sys.modules['pandas'] = None\n", *words)
+    said = process.communicate()[1]
+    assert process.returncode == 0, said
+
+
+def test_the_next_batch_is_read_meanwhile():
+    reads_on = threading.Event()
+
+    def items() -> Iterator[int]:
+        yield 1
+        reads_on.set()
+        yield 2
+        raise ValueError("unreadable")
+
+    ahead = workers.read_ahead(items())
+    assert next(ahead) == 1
+    assert reads_on.wait(20)
+    assert next(ahead) == 2
+    with pytest.raises(ValueError, match="unreadable"):
+        next(ahead)
+
+
 def test_examples_are_counted_over_all_units(texts, make, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "UNIT_BYTES", 5000)
     rows = [json.dumps({"prompt": "say", "response": text}) for text in texts]
@@ -370,7 +395,7 @@ def test_the_workers_of_a_killed_run_end_with_it(texts, lines, make, tokenizer_f
         "def stop():\n"
         f"    open({str(tmp_path / 'pids')!r} + f'/{{os.getpid()}}', 'w').close()\n"
         "    os.kill(os.getpid(), signal.SIGSTOP)\n"
-        "prepare._write_sorted = lambda *part: stop()\n"
+        "prepare._write_part = lambda *part: stop()\n"
     )
     options = "--processes=2", f"--tokenizer={tokenizer_folder}"
     parent = start_script(tmp_path / "killed.py", code, f"--source={lines}", f"--output={tmp_path / 'out'}", *options)
@@ -405,12 +430,12 @@ def test_a_kill_while_parts_are_removed_loses_no_document(texts, lines, make, tm
             make(lines)
     with patch("shutil.rmtree", cut_short), STOP:
         make(lines, block_mb=8 if at_the_end else 0.01)
-    assert not at_the_end or not [*tmp_path.glob("out/.parts/unit-*")], "no start would take them up"
+    assert not at_the_end or not [*tmp_path.glob("out/.parts/part-*")], "no start would take them up"
     assert documents_of(make(lines, overwrite=at_the_end)) == Counter(texts)
 
 
 def test_a_worker_that_the_system_kills_is_one_line(lines, tokenizer_folder, tmp_path):
-    code = "prepare._write_sorted = lambda *_: os.kill(os.getpid(), 9)\n"
+    code = "prepare._write_part = lambda *_: os.kill(os.getpid(), 9)\n"
     words = [f"--source={lines}", f"--output={tmp_path / 'out'}", f"--tokenizer={tokenizer_folder}", "--processes=2"]
     process = start_script(tmp_path / "killed.py", code, *words)
     said = process.communicate()[1]
@@ -799,7 +824,7 @@ def test_documents_have_the_bos_of_the_template_and_one_eos(texts, template, bos
     tokenizer = Tokenizer(raw, END.content)
     assert [raw.id_to_token(token) for token in tokenizer.prefix] == [bos][: bos is not None]
     for text in ["a", "<|begin_of_text|>spelt out<|end_of_text|>", "", texts[0] * 3]:
-        (document,) = tokenizer.encode_documents([text])
+        document = tokenizer.encode_documents([text])[0].tolist()
         assert document.index(tokenizer.eos_id) == len(document) - 1
         assert document.count(raw.token_to_id("<|begin_of_text|>")) == (bos == "<|begin_of_text|>")
         assert tokenizer.decode(document) == text
