@@ -73,26 +73,39 @@ def check_start(
     check_run_folder(config, identity)
 
 
+def open_config(
+    config: Config, environment: LaunchEnvironment
+) -> tuple[Config, ParallelDims, DataLoader, ModelSpec, Any, dict[str, Any]]:
+    """Settle what a config leaves open, find mistakes, and open what it names.
+
+    Returns the config as a run records it, the layout, the data, the model's family, flavor and identity. Raises
+    TitaniteError.
+    """
+    config = choose_param_dtype(config)
+    dims = ParallelDims.from_config(config.parallelism, environment.world_size)
+    with file_errors():
+        config = settle_model(config)
+        data = DataLoader(config, dims.dp_rank(environment.rank), dims.dp, pin_memory=device_type() != "cpu")
+        config = data.settle(config)
+        spec, flavor = find_model(config.model, data.vocab_size)
+        identity = {"name": config.model.name, **dataclasses.asdict(flavor)}
+        check_start(config, environment, data, spec, flavor, identity)
+    return config, dims, data, spec, flavor, identity
+
+
 def train(config: Config, after_step: Callable[[int], None] = lambda step: None) -> tuple[Path, dict[str, Any]]:
     """Run `config` to its last step. Returns the run's folder and its last row of metrics.
 
     Calls `after_step(step)` after each step, for benchmarks and tests. Raises TitaniteError.
     """
-    config = choose_param_dtype(config)
     environment = launch_environment()
     rank = environment.rank
     configure_logging(config.metrics.log_ranks, rank)
-    dims = ParallelDims.from_config(config.parallelism, environment.world_size)
     chunks = loss_chunks(config)
+    config, dims, data, spec, flavor, identity = open_config(config, environment)
+    training = config.training
+    steps = training.steps
     with file_errors():
-        config = settle_model(config)
-        data = DataLoader(config, dims.dp_rank(rank), dims.dp, pin_memory=device_type() != "cpu")
-        config = data.settle(config)
-        training = config.training
-        steps = training.steps
-        spec, flavor = find_model(config.model, data.vocab_size)
-        identity = {"name": config.model.name, **dataclasses.asdict(flavor)}
-        check_start(config, environment, data, spec, flavor, identity)
         answers = load_answers(config, data.tokenizer)
     model = build_model(spec, flavor)  # on the meta device
     check_loss(config)

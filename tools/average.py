@@ -6,11 +6,9 @@ python -m tools.average outputs/NAME@8000 outputs/NAME@9000 outputs/NAME@10000 a
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from checkpoint.averaging import read_average
 from checkpoint.companions import declared_by, find_tokenizer
@@ -20,11 +18,11 @@ from models import build_model, recorded_model
 from tools.hf import new_checkpoint, write_checkpoint
 
 
-def average(places: Sequence[str], out: str, weights: Sequence[float] = (), tokenizer: str = "") -> None:
+def average(places: Sequence[str], out: str, weights: Sequence[float] = ()) -> None:
     """Write the mean of the weights in the newest intact checkpoint of each place as the checkpoint `out`, in float32.
 
-    `weights`: of each place, divided by their sum. Step, config and tokenizer are the last place's; `tokenizer`:
-    another tokenizer.json or its folder. A few tensors are in memory at a time. Raises TitaniteError.
+    `weights`: of each place, divided by their sum. Step, config and tokenizer are the last place's. Raises
+    TitaniteError.
     """
     weights = weights or [1.0] * len(places)
     total = sum(weights)
@@ -37,18 +35,13 @@ def average(places: Sequence[str], out: str, weights: Sequence[float] = (), toke
     for opened in checkpoints:
         check_identity(opened.manifest, manifest["identity"])
     spec, flavor = recorded_model(manifest["identity"])
-    shapes = {name: weight.detach() for name, weight in build_model(spec, flavor).named_parameters()}
-    _, companions = find_tokenizer(last, places[-1], tokenizer, flavor.vocab_size)
-
-    @lru_cache(maxsize=2)  # a thread writes each of two files
-    def mean_of(name: str) -> Tensor:
-        tensor = torch.empty(shapes[name].shape)
-        read_average(checkpoints, [weight / total for weight in weights], {name: tensor})
-        return tensor
-
+    model = build_model(spec, flavor)
+    mean = {name: torch.empty(weight.shape) for name, weight in model.named_parameters()}
+    read_average(checkpoints, [weight / total for weight in weights], mean)
+    _, companions = find_tokenizer(last, places[-1], "", flavor.vocab_size)
     facts: dict[str, Any] = {key: manifest[key] for key in ("step", "identity", "config") if key in manifest}
     facts["averaged"] = [opened.url for opened in checkpoints]
-    write_checkpoint(out, shapes, lambda name, rows: mean_of(name)[rows], companions, facts | declared_by(last))
+    write_checkpoint(out, mean, lambda name, rows: mean[name][rows], companions, facts | declared_by(last))
     print(f"{out}: the mean of {', '.join(facts['averaged'])}")
 
 
@@ -58,9 +51,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("places", nargs="+", metavar="RUN_OR_CHECKPOINT", help="RUN, RUN@STEP, or a checkpoint")
     parser.add_argument("out", metavar="CHECKPOINT", help="new folder or s3://bucket/prefix")
     parser.add_argument("--weights", nargs="+", type=float, default=[], help="of each; default: the same")
-    parser.add_argument("--tokenizer", default="", help="tokenizer.json or its folder; default: the last one's own")
-    arguments = vars(parser.parse_args(argv))
-    average(**arguments)
+    average(**vars(parser.parse_args(argv)))
 
 
 if __name__ == "__main__":

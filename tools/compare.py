@@ -34,10 +34,10 @@ class Table(NamedTuple):
 
     def text(self) -> str:
         """The table and its note for a terminal."""
-        lines = [list(self.head), *([_cell(value) for value in row] for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        padded = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
-        return "\n".join([self.title, *padded, self.note])
+        lines = [self.title]
+        for row in (self.head, *self.rows):
+            lines.append("  ".join(f"{_cell(value):<16}" for value in row).rstrip())
+        return "\n".join([*lines, self.note])
 
 
 def _cell(value: Any) -> str:
@@ -64,8 +64,6 @@ def write_page(
         if own_charts:
             charts[folder] = own_charts
             settings.append(own_settings)
-        elif not folder.is_dir():
-            print(f"{folder}: left out, there is no such folder")
         else:
             print(f"{folder}: left out, no step was logged there")
     if not charts:
@@ -125,13 +123,15 @@ def read_charts(folder: Path) -> Charts:
 def add_scores(charts: Charts, folder: Path) -> None:
     """Add the scores of `tools.follow`, at the tokens and hours on the line between the two rows around their step."""
     steps, tokens, hours, _ = np.array([(0, 0, 0, 0), *charts.get("loss", ())]).T
+    rows = []
     for file in folder.glob("scores*/scores.jsonl"):
-        for row in read_records(file):
-            step = row["step"]
-            at = float(np.interp(step, steps, tokens)), float(np.interp(step, steps, hours))
-            for field in row:
-                if field.startswith("scores/"):
-                    charts.setdefault(field, []).append((step, *at, row[field]))
+        rows += read_records(file)
+    for row in sorted(rows, key=lambda row: row["step"]):
+        step = row["step"]
+        at = float(np.interp(step, steps, tokens)), float(np.interp(step, steps, hours))
+        for field in row:
+            if field.startswith("scores/"):
+                charts.setdefault(field, []).append((step, *at, row[field]))
 
 
 def read_settings(folder: Path) -> dict[str, list[Any]]:

@@ -37,9 +37,6 @@ def main(argv: list[str]) -> int:
     if "--follow" in argv:
         parser.add_argument("--output_path", help="folder of the scores (default RUN/scores)")
         parser.add_argument("--poll-seconds", type=float, default=30, help="between two looks (default %(default)s)")
-        parser.add_argument(
-            "--last", type=int, default=5, help="checkpoints to say the spread of (default %(default)s)"
-        )
     arguments, options = parser.parse_known_args(argv)
     if find_spec("lm_eval") is None:
         raise TitaniteError("lm_eval is not installed; evaluation needs: pip install -r requirements-eval.txt")
@@ -54,7 +51,6 @@ def main(argv: list[str]) -> int:
         configure_logging((0,), 0)
         if "://" in arguments.place:
             raise TitaniteError(f"--follow {arguments.place}: must be the folder of a run, which names its checkpoints")
-        check_harness(command(Path("exported"))[3:])
         asked = [arguments.tasks, dtype, arguments.tokenizer, *options]
         follow(arguments, " ".join(asked), command)
         return 0
@@ -62,18 +58,6 @@ def main(argv: list[str]) -> int:
         folder = Path(temporary, "exported")
         export_model(arguments.place, folder, dtype=dtype, tokenizer=arguments.tokenizer)
         return subprocess.run(command(folder)).returncode
-
-
-def check_harness(words: list[str]) -> None:
-    """Let the harness check its command line, and end for an unknown option. Raises TitaniteError for a task."""
-    from lm_eval._cli.harness import HarnessCLI
-    from lm_eval.config.evaluate_config import EvaluatorConfig
-
-    parsed = HarnessCLI()._parser.parse_args(words)
-    try:
-        EvaluatorConfig.from_cli(parsed).process_tasks()
-    except ValueError as error:
-        raise TitaniteError(f"lm-eval: {error}") from None
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from storage.records import open_records, read_records
 from tools.hf import export_opened
 
 SCORES = "scores.jsonl"
+RECENT = 5  # checkpoints over which the spread of scores is reported
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ def follow(arguments: argparse.Namespace, asked: str, command: Callable[[Path], 
     run = Path(arguments.place)
     output = Path(arguments.output_path or run / "scores")
     exported = output / "exported"
-    logger.info(f"{run}: following it, with a look every {arguments.poll_seconds:g} s")
+    logger.info(f"{run}: its checkpoints are evaluated as they appear")
     while not (run / "config.toml").is_file():  # before that its folder must hold nothing
         time.sleep(arguments.poll_seconds)
     output.mkdir(parents=True, exist_ok=True)
@@ -64,8 +65,8 @@ def follow(arguments: argparse.Namespace, asked: str, command: Callable[[Path], 
                     logger.warning(f"{name}: skipped, since it was removed or is damaged: {reason}")
                     continue
                 scores = evaluate(command(exported), output / name)
-                rows.append({"step": step_of(name), "checkpoint": name, "asked": asked, "time": time.time(), **scores})
-                report(rows[-arguments.last :], scores, output)
+                rows.append({"step": step_of(name), "checkpoint": name, "asked": asked, **scores})
+                report(rows[-RECENT:], scores, output)
                 shutil.rmtree(exported)
         except OutageError as error:
             ended = False

@@ -21,7 +21,7 @@
     model.dim = 1024
 
 Each size has one run at a constant rate after its warm-up, the trunk, and a branch from it that decays at each
-multiple. Started again, it trains what is not finished. At the end it writes ladder.html, ladder.csv and ladder.json.
+multiple. Started again, it trains what is not finished. At the end it writes ladder.html and ladder.json.
 """
 
 import itertools
@@ -40,7 +40,7 @@ from data.shards import open_dataset
 from models import build_model, find_model
 from storage.records import write_atomically
 from tools.compare import Table, read_run, write_page
-from tools.study import Chain, Run, Study, build_parser, conduct, dotted, write_csv
+from tools.study import Chain, Run, Study, build_parser, conduct, dotted
 
 POWERS = {"batch_power": 2 / 3, "rate_power": -1 / 3}  # of OLMo-core, by Porian et al. 2024
 NEEDED = ("parameters", "batch", "rate", "warmup", "sequences")  # of the rule
@@ -194,7 +194,6 @@ def write_results(study: Study, chains: Sequence[Chain]) -> None:
     for point in points:
         point["fitted"] = fitted_loss(fit, point)
         point["off_percent"] = 100 * (point["fitted"] / point["loss"] - 1)
-    write_csv(study.folder / "ladder.csv", points)
     groups = {run.folder: run.values["size"] for run in runs}
     figure = {"fit": fit, "points": points}
     write_atomically(study.folder / "ladder.json", json.dumps(figure, indent=1).encode())

@@ -14,7 +14,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict
 from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -28,18 +27,12 @@ from config import (
     ConfigError,
     TitaniteError,
     differences,
-    file_errors,
     from_dict,
     read_toml,
     to_toml,
 )
-from data.loader import DataLoader
-from models import find_model
-from models.trained import settle_model
-from parallel.device import choose_param_dtype
-from parallel.mesh import ParallelDims
 from run.folder import read_exit
-from run.processes import end_with_parent, launch_environment
+from run.processes import LaunchEnvironment, end_with_parent
 from storage.records import write_atomically
 
 POLL_SECONDS = 0.2
@@ -172,7 +165,8 @@ def check_runs(runs: Sequence[Run], world_size: int) -> None:
             if folders.count(run.folder) > 1:
                 raise ConfigError("two runs would have this folder: give each value once")
             check_unchanged(run)
-            check_run(run.config, world_size)
+            _, _, data, *_ = train.open_config(run.config, LaunchEnvironment(0, 0, world_size))
+            data.close()
         except TitaniteError as error:
             raise type(error)(f"{run.name}: {error}") from None
 
@@ -184,20 +178,6 @@ def check_unchanged(run: Run) -> None:
         changed = differences(from_dict(read_toml(file)), run.config)
         if changed:
             raise ConfigError(f"began with other values of {', '.join(changed)}: name another `folder`, or remove it")
-
-
-def check_run(config: Config, world_size: int) -> None:
-    """Check what train.py checks of settings and data before a process group starts. Raises TitaniteError."""
-    config = choose_param_dtype(config)
-    with file_errors():
-        config = settle_model(config)
-        dims = ParallelDims.from_config(config.parallelism, world_size)
-        data = DataLoader(config, 0, dims.dp)
-        config = data.settle(config)
-        spec, flavor = find_model(config.model, data.vocab_size)
-        identity = {"name": config.model.name, **asdict(flavor)}
-        train.check_start(config, launch_environment(), data, spec, flavor, identity)
-        data.close()
 
 
 # -- running
@@ -231,7 +211,7 @@ def train_all(chains: Sequence[Chain], at_once: int, world_size: int) -> list[st
     Ctrl-C lets the runs save and stop. So does the end of this process in any other way.
     """
     waiting = find_missing(chains)
-    places = share_devices(at_once)
+    places = share_devices(at_once, world_size)
     jobs: list[Job] = []
     failed = []
     try:
@@ -270,7 +250,7 @@ def start(run: Run, world_size: int, place: dict[str, str]) -> "subprocess.Popen
     with log.open("ab") as output:
         return subprocess.Popen(
             ["./run_llama_train.sh", str(run.beside(".toml"))],
-            env=os.environ | place | {"NGPU": str(world_size)},
+            env=place | {"NGPU": str(world_size)},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -279,18 +259,17 @@ def start(run: Run, world_size: int, place: dict[str, str]) -> "subprocess.Popen
         )
 
 
-def share_devices(at_once: int) -> list[dict[str, str]]:
-    """The environment of each of the runs at once: its devices, or its share of the cores. Several may share a GPU."""
-    if at_once == 1:
-        return [{}]
+def share_devices(at_once: int, world_size: int) -> list[dict[str, str]]:
+    """The environment of each of the runs at once: its devices and its share of the cores. Several may share a GPU."""
     count = torch.accelerator.device_count()
-    if not count:
-        threads = len(os.sched_getaffinity(0)) // at_once or 1
-        return [{"OMP_NUM_THREADS": str(threads)}] * at_once
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     devices = cycle(visible.split(","))
-    per_run = count // at_once or 1
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(islice(devices, per_run))} for _ in range(at_once)]
+    threads = len(os.sched_getaffinity(0)) // (at_once * world_size) or 1
+    places = []
+    for _ in range(at_once):
+        own = ",".join(islice(devices, count // at_once or 1))
+        places.append({"OMP_NUM_THREADS": str(threads), **os.environ, "CUDA_VISIBLE_DEVICES": own})
+    return places
 
 
 # -- Slurm

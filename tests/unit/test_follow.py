@@ -72,11 +72,11 @@ def run(whole_run: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole_run, tmp_path / "run"))
 
 
-def followed(run: Path, asked: str = "t", last: int = 3, **options: Any) -> list[dict[str, Any]]:
+def followed(run: Path, asked: str = "t", **options: Any) -> list[dict[str, Any]]:
     """Follow the run to its end. Returns the rows."""
     harness = run.parent / "harness.py"
     harness.write_text(HARNESS)
-    names = {"place": str(run), "output_path": None, "poll_seconds": 0.01, "last": last}
+    names = {"place": str(run), "output_path": None, "poll_seconds": 0.01}
     arguments = argparse.Namespace(**names | {"dtype": "float32", "tokenizer": ""} | options)
     follow(arguments, asked, lambda folder: [sys.executable, str(harness), str(folder), str(run.parent)])
     return read_records(run / "scores" / "scores.jsonl")
@@ -89,9 +89,10 @@ def score_of(run: Path, step: int, folder: Path) -> int:
 
 
 def test_a_run_that_has_ended_is_evaluated_to_its_end_and_not_touched(
-    run: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     before = content(run)
+    monkeypatch.setattr(module, "RECENT", 3)
     with caplog.at_level("INFO"):
         rows = followed(run)
     assert {path: data for path, data in content(run).items() if path.relative_to(run).parts[0] != "scores"} == before
