@@ -272,7 +272,7 @@ class Optimizer:
     """Added to AdamW's denominator."""
     momentum: Decay = 0.95
     """Decay of Muon's running mean of the gradient."""
-    polynomials: Literal["jordan", "quintic", "polar_express"] = "jordan"
+    polynomials: Literal["jordan", "quintic", "polar_express", "three_steps"] = "jordan"
     """How near Muon brings singular values to 1 in its five steps: jordan 0.7 to 1.2, quintic 0.98 to 1.03."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
