@@ -41,9 +41,11 @@ fi
 for file in "${files[@]}"; do
   if ! installed "$file"; then
     echo "setup: installing $file"
-    apart=()
-    if [ "$file" = requirements-triton.txt ]; then apart=(--upgrade --target .venv/triton); fi
-    .venv/bin/python -m pip install --quiet --disable-pip-version-check "${apart[@]}" -r "$file"
+    options=()
+    if [ "$file" = requirements-triton.txt ]; then options=(--upgrade --target .venv/triton); fi
+    # The first import compiles what it needs, a small part of all, unless Python may not store that.
+    if [ -z "${PYTHONDONTWRITEBYTECODE:-}" ]; then options+=(--no-compile); fi
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check "${options[@]}" -r "$file"
     cp "$file" ".venv/.installed-$file"
   fi
 done
