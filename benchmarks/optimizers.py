@@ -26,8 +26,8 @@ from storage.records import read_records
 CONFIG = "train_configs/default.toml"
 OUTPUT = Path("outputs/optimizers").resolve()
 SEEDS = (0, 1, 2)
-STEPS = 400
-TRIAL_STEPS = 100
+STEPS = 300
+TRIAL_STEPS = 80
 SHARES = {"adamw": (1.0,), "muon": (1.0, 0.55, 0.45)}  # of STEPS
 DECAY = {"adamw": "beta2", "muon": "momentum"}
 FIRST = {"lr": 0.0, "embedding": 1.0, "output": 1.0, "decay": 0.95}  # the last two: factors of the rate

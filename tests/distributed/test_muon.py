@@ -73,7 +73,12 @@ def test_in_bfloat16_it_is_torchs_muon(state_dtype: Any) -> None:
 
 @pytest.mark.parametrize(
     ("polynomials", "smallest", "low", "high"),
-    [("jordan", 0.005, 0.68, 1.21), ("quintic", 0.01, 0.97, 1.04), ("polar_express", 0.003, 0.86, 1.14)],
+    [
+        ("jordan", 0.005, 0.68, 1.21),
+        ("quintic", 0.01, 0.97, 1.04),
+        ("polar_express", 0.003, 0.86, 1.14),
+        ("three_steps", 0.01, 0.73, 1.27),
+    ],
 )
 def test_polynomials_bring_singular_values_near_1(polynomials: str, smallest: float, low: float, high: float) -> None:
     """Known singular vectors stay, and a matrix becomes in a batch what it becomes alone."""
