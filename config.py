@@ -121,6 +121,9 @@ class ByTokens:
         return f'>= {self.min}, or such numbers by the tokens seen, from 0 on: "128 @ 0, 256 @ 1.5B"'
 
 
+UNITS = str.maketrans({"k": "e3", "M": "e6", "B": "e9", "T": "e12"})
+
+
 def parse_schedule(value: int | str) -> list[tuple[int, int]]:
     """(tokens seen by the run, number from there on), ... of a plain number, or of text such as "128 @ 0, 256 @ 2B".
 
@@ -129,9 +132,8 @@ def parse_schedule(value: int | str) -> list[tuple[int, int]]:
     schedule = []
     for entry in str(value).split(","):
         number, _, tokens = entry.partition("@")
-        for unit, power in (("k", "e3"), ("M", "e6"), ("B", "e9"), ("T", "e12")):
-            tokens = tokens.replace(unit, power)
-        schedule.append((round(float(tokens or 0)), int(number)))
+        exact = tokens.translate(UNITS)
+        schedule.append((round(float(exact or 0)), int(number)))
     return schedule
 
 
@@ -238,6 +240,10 @@ class Training:
         """Tokens per sequence, in the order of the schedule."""
         return [length for _, length in parse_schedule(self.seq_len)]
 
+    def seq_len_at(self, tokens: int) -> int:
+        """Tokens per sequence in a step that begins when the run has seen `tokens`."""
+        return [length for begin, length in parse_schedule(self.seq_len) if begin <= tokens][-1]
+
     @property
     def max_seq_len(self) -> int:
         """Tokens of the longest sequences."""
@@ -304,8 +310,9 @@ class LRScheduler:
     """Shape of the decay of `wsd`. `sqrt`: fast at first, 1 - the root of the decay's share."""
     min_lr_factor: Fraction = 0.1
     """Final learning rate as a share of the peak."""
-    follow_batch: bool = False
-    """Multiply the rate by the square root of the step's tokens over those of the run's first step."""
+    follow_batch: Count = 0
+    """The global batch size for which optimizer.lr is: at others it is multiplied by the square root of their ratio.
+    0: it does not follow the batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,6 @@ def check_optim(config: Config, run_folder: Path | None = None) -> None:
     """Raises ConfigError for islands that would not meet in time and, in a run under way, for too long a schedule."""
     if run_folder is not None:
         _check_schedule(config, run_folder)
-        _check_first_batch(config, run_folder)
     optimizer = config.optimizer
     kinds = {optimizer.name, *(group.kind for group in optimizer.groups)}
     if config.parallelism.cpu_offload and "muon" in kinds:
@@ -55,17 +54,6 @@ def _check_schedule(config: Config, run_folder: Path) -> None:
     if config.checkpoint.branch_from or is_changed:
         raise ConfigError(f"{misfit}, and only a new run may shrink them")
     logger.info(f"{misfit}: in this run they are {fitted[0]} and {fitted[1]}")
-
-
-def _check_first_batch(config: Config, run_folder: Path) -> None:
-    """Raises ConfigError if a run under way, whose rate follows the batch, would get another first batch."""
-    began = settings.recorded_config(run_folder) or config
-    batch = config.training.global_batch_size
-    _, first = settings.parse_schedule(began.training.global_batch_size)[0]
-    is_followed = began.lr_scheduler.follow_batch and config.lr_scheduler.follow_batch
-    if is_followed and settings.parse_schedule(batch)[0] != (0, first):
-        needed = f"with lr_scheduler.follow_batch it must begin with {first}, for which optimizer.lr is"
-        raise ConfigError(f'training.global_batch_size = {batch}: {needed}: "{first} @ 0, ..."')
 
 
 def build_groups(
@@ -267,8 +255,8 @@ def _decay_steps(schedule: settings.LRScheduler, steps: int) -> int:
     return 0
 
 
-def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRScheduler, growth: float = 1.0) -> float:
-    """The learning rate of a step; the first step is 1. `growth`: tokens of the step over those of the run's first.
+def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRScheduler, batch: int = 0) -> float:
+    """The learning rate of a step; the first step is 1. `batch`: its sequences, over all ranks.
 
     A pure function of the step and its size, so a checkpoint holds no schedule. After a linear warm-up `constant` holds
     the peak; `wsd` (Hu et al. 2024, MiniCPM) holds it, then decays at the end: as a line, as 1 - the root of the
@@ -276,7 +264,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRSched
     and Hutter 2017).
     """
     if schedule.follow_batch:
-        peak *= math.sqrt(growth)
+        peak *= math.sqrt(batch / schedule.follow_batch)
     warmup_steps, decay_steps = fit_schedule(schedule, steps)
     if step <= warmup_steps:
         return peak * step / warmup_steps

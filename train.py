@@ -151,7 +151,6 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             config, run.folder, parts, optimizer, data, identity, allocate,
             start=run.this_start, on_commit=run.saved, on_progress=watchdog.alive, section=watchdog.section,
         )  # fmt: skip
-        first_tokens = data.tokens_per_step  # of the run's first step
         step = checkpoint.load()
         if islands:
             islands.begin()
@@ -176,8 +175,8 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             if layer_norms and is_logged:
                 layer_norms.begin()
             grad_norm = clip_grad_norm_(parameters, training.max_norm, mesh.pp, mesh.islands).to(device)
-            growth = tokens / first_tokens
-            lr = learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler, growth)
+            batch_size = tokens // training.max_seq_len
+            lr = learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler, batch_size)
             rates = set_learning_rate(optimizer, lr)
             if guard.accepts(step, loss, grad_norm):
                 checkpoint.wait_for_copies()  # a save in the background still reads weights and moments

@@ -10,7 +10,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,12 +45,11 @@ class StepShape(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A part of a run whose steps are alike: those that begin before token `end` of the run, and in no phase before."""
+    """A part of a run with one batch size: steps that begin before token `end` of the run, and in no phase before."""
 
     end: int
     shape: StepShape
     longest: int  # tokens of a sample
-    seq_len: int  # of the sequences into which samples are cut
 
     @property
     def tokens_per_step(self) -> int:
@@ -65,28 +63,21 @@ class Phase(NamedTuple):
 
 def build_phases(training: Training, dp: int) -> list[Phase]:
     """The phases of a run on `dp` data-parallel ranks, by the tokens that it has seen. Raises ConfigError."""
-    batches = parse_schedule(training.global_batch_size)
-    lengths = parse_schedule(training.seq_len)
-    begins = {begin for begin, _ in (*batches, *lengths)}
+    for seq_len in training.seq_lens:
+        if training.max_seq_len % seq_len:
+            raise ConfigError(f"training.seq_len = {seq_len}: must divide the longest, {training.max_seq_len}")
+    schedule = parse_schedule(training.global_batch_size)
+    ends = [begin for begin, _ in schedule[1:]]
     phases = []
-    for begin, end in pairwise([*sorted(begins), ENDLESS]):
-        batch = _scheduled(batches, begin)
-        seq_len = _scheduled(lengths, begin)
+    for (_, batch), end in zip(schedule, [*ends, ENDLESS], strict=True):
         per_microbatch = training.local_batch_size * dp
         accumulation, rest = divmod(batch or per_microbatch, per_microbatch)
         if rest or not accumulation:
             needed = f"training.local_batch_size x data-parallel ranks = {training.local_batch_size} x {dp}"
             raise ConfigError(f"training.global_batch_size = {batch}: must be a multiple of {needed}")
-        if training.max_seq_len % seq_len:
-            raise ConfigError(f"training.seq_len = {seq_len}: must divide the longest, {training.max_seq_len}")
         shape = StepShape(dp, training.local_batch_size, accumulation)
-        phases.append(Phase(end, shape, training.max_seq_len, seq_len))
+        phases.append(Phase(end, shape, training.max_seq_len))
     return phases
-
-
-def _scheduled(schedule: Sequence[tuple[int, int]], tokens: int) -> int:
-    """The number of a schedule from token `tokens` on."""
-    return [number for begin, number in schedule if begin <= tokens][-1]
 
 
 def phase_at(phases: Sequence[Phase], tokens: int) -> Phase:

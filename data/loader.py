@@ -75,6 +75,7 @@ class DataLoader:
         self._streams = [Stream(own.split("train"), own.hash, self._readers, *order) for own in self._datasets]
         self._phases = build_phases(config.training, dp_size)
         self._phase = self._phases[0]  # of the last step; before any, of the run's first
+        self.seq_len: int = config.training.seq_lens[0]  # of its sequences
         self._dp_rank = dp_rank
         self._pin_memory = pin_memory
         self._upcoming: Iterator[list[Batch]] | None = None  # each step's microbatches, from the position on
@@ -148,11 +149,6 @@ class DataLoader:
         return self._phase.tokens_per_step
 
     @property
-    def seq_len(self) -> int:
-        """Tokens of the sequences of the step returned last; before any, of the run's first."""
-        return self._phase.seq_len
-
-    @property
     def _total_tokens(self) -> int:
         """Tokens of the training data."""
         return sum(dataset.split("train").total_tokens for dataset in self._datasets)
@@ -177,15 +173,11 @@ class DataLoader:
     def describe(self, steps: int) -> str:
         """What a run of `steps` reads, in words."""
         total = self._total_tokens
-        tokens = 0
-        parts = []
-        for phase, count in zip(self._phases, count_steps(self._phases, steps), strict=True):
-            tokens += count * phase.tokens_per_step
-            parts.append(f"{count:,} steps of {phase.tokens_per_step:,}")
-        times = tokens / total
+        sizes = [phase.tokens_per_step for phase in self._phases]
+        counts = count_steps(self._phases, steps)
+        times = np.dot(counts, sizes) / total
+        parts = [f"{count:,} steps of {size:,}" for count, size in zip(counts, sizes, strict=True)]
         line = f"data: {total:,} tokens; {', '.join(parts)} read them {times:.3g} times"
-        if len(parts) > 1:
-            line += f", {tokens:,} tokens in all"
         if times > MANY_EPOCHS:
             line += "; more text, or fewer steps, may give a lower validation loss"
         return line
@@ -227,14 +219,14 @@ class DataLoader:
 
     def _enter_phase(self) -> None:
         """Take the next step's batch and length from their schedules."""
-        phase = phase_at(self._phases, self._position.tokens)
-        if phase == self._phase:
+        tokens = self._position.tokens
+        phase = phase_at(self._phases, tokens)
+        seq_len = self._config.training.seq_len_at(tokens)
+        if (phase, seq_len) == (self._phase, self.seq_len):
             return
-        rows = phase.tokens_per_step // phase.seq_len
-        line = f"data: from token {self._position.tokens:,} on a step has {rows:,} x {phase.seq_len:,} tokens"
-        if self._config.compile.enable and phase.seq_len != self._phase.seq_len:
-            line += "; the model is compiled for it"
-        log.info(line)
+        rows = phase.tokens_per_step // seq_len
+        log.info(f"data: from token {tokens:,} on a step has {rows:,} x {seq_len:,} tokens")
+        self.seq_len = seq_len
         self._phase = phase
         if self._ledger:
             self._ledger.begin_phase(self._position, phase.shape)

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from config import ConfigError, load_config
-from optim import check_optim
 from tests.runs import SMALL, STEPS, column, launch, read, validated
 from tools.audit import prove
 
@@ -15,7 +13,7 @@ WORDS = (
     *SMALL,
     "--training.global_batch_size=4 @ 0, 8 @ 500, 12 @ 1.2k",
     "--training.seq_len=8 @ 0, 16 @ 700, 32 @ 1.5k",
-    "--lr_scheduler.follow_batch",
+    "--lr_scheduler.follow_batch=8",
     "--lr_scheduler.schedule=constant",
     "--validation.max_samples=0",
 )
@@ -32,7 +30,7 @@ def test_a_run_follows_its_schedule_through_stops_and_on_other_ranks(dataset: Pa
     launch(1, stopped, words)
     launch(2, pair, [*words, "--compile.enable", "--compile.backend=aot_eager"])
     seen = [32 * sum(BATCHES[: step + 1]) for step in range(STEPS)]
-    lr = [1e-3 * min(1, (step + 1) / 2) * math.sqrt(size / 4) for step, size in enumerate(BATCHES)]
+    lr = [1e-3 * min(1, (step + 1) / 2) * math.sqrt(size / 8) for step, size in enumerate(BATCHES)]
     for folder in (whole, stopped, pair):
         assert column(folder, "tokens") == seen
         assert column(folder, "lr") == pytest.approx(lr, rel=1e-12)
@@ -53,15 +51,6 @@ def test_a_long_sequence_in_pieces_is_trained_and_validated_as_short_ones_are(da
     words = [*WORDS, f"--data.datasets={dataset}", "--training.steps=6"]
     short = ["--training.seq_len=8 @ 0, 16 @ 700", "--training.global_batch_size=8 @ 0, 16 @ 500"]
     launch(1, tmp_path / "cut", words)
-    launch(1, tmp_path / "short", [*words, *short, "--training.local_batch_size=4"])
+    launch(1, tmp_path / "short", [*words, *short, "--training.local_batch_size=4", "--lr_scheduler.follow_batch=16"])
     assert column(tmp_path / "cut", "loss") == pytest.approx(column(tmp_path / "short", "loss"), rel=1e-6)
     assert validated(tmp_path / "cut") == pytest.approx(validated(tmp_path / "short"), rel=1e-6)
-
-
-def test_a_rate_that_follows_the_batch_keeps_its_first_batch(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("[training]\nglobal_batch_size = 16\n[lr_scheduler]\nfollow_batch = true\n")
-    batch, follow = "--training.global_batch_size", "--lr_scheduler.follow_batch"
-    check_optim(load_config([f"{batch}=16 @ 0, 32 @ 1M", follow]), tmp_path)
-    check_optim(load_config([f"{batch}=32"]), tmp_path)
-    with pytest.raises(ConfigError, match=r'batch_size = 32: .* must begin with 16, .*: "16 @ 0'):
-        check_optim(load_config([f"{batch}=32", follow]), tmp_path)
