@@ -2,6 +2,7 @@
 
     pip install -r requirements-bench.txt          the other loaders; without them only ours is measured
     python -m benchmarks.data [PART ...] [--quick] [--check]
+    python -m benchmarks.data prepare --megabytes=1000 --rounds=1
 
 Parts: loaders, mixture, growth, prepare, s3 (default: all). The corpus is 200 M random tokens in documents of
 log-normal length, mean 600. Each row comes from its own process; CPU seconds include its workers. A batch is
@@ -14,6 +15,7 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -232,16 +235,19 @@ def growth(root: Path, quick: bool) -> tuple[list[Row], Bars]:
     ]
 
 
-def prepare(root: Path, quick: bool) -> tuple[list[Row], Bars]:
+def prepare(root: Path, quick: bool, megabytes: int = 200, rounds: int = 3) -> tuple[list[Row], Bars]:
     """Measure `data.prepare`, with its start-up, against `encode_batch_fast` of the same text in a running process.
 
-    In tokens/s on the same cores, as medians of rounds. The cluster runs before and between them.
+    In tokens/s on the same cores, and per CPU second of all processes, as medians of rounds. A cluster's workers start
+    before them. `megabytes` of text are Python's library, repeated.
     """
     with ExitStack() as kept:
-        return _prepare(root, quick, kept)
+        if quick:
+            return _prepare(root, 25, 1, kept)
+        return _prepare(root, megabytes, rounds, kept)
 
 
-def _prepare(root: Path, quick: bool, kept: ExitStack) -> tuple[list[Row], Bars]:
+def _prepare(root: Path, megabytes: int, rounds: int, kept: ExitStack) -> tuple[list[Row], Bars]:
     from data.sources import documents, list_files, plan_units
 
     texts = []
@@ -251,10 +257,12 @@ def _prepare(root: Path, quick: bool, kept: ExitStack) -> tuple[list[Row], Bars]
     tokenizer.mkdir()
     train_tokenizer(texts, 4096).save(tokenizer)
     raw = load_tokenizer(tokenizer).raw
-    repeats = 2 if quick else 16  # about 200 MB
-    source = root / "text.jsonl"
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-    source.write_text(lines * repeats)
+    repeats = math.ceil(megabytes * 1e6 / len(lines))
+    source = root / "text.jsonl"
+    with source.open("w") as file:
+        for _ in range(repeats):
+            file.write(lines)
 
     def encode(target: Path) -> int:
         tokens = 0
@@ -273,21 +281,28 @@ def _prepare(root: Path, quick: bool, kept: ExitStack) -> tuple[list[Row], Bars]
 
     ways = {"all cores": prepare_with(), "1 process": prepare_with("--processes=1"), "encode_batch_fast": encode}
     if importlib.util.find_spec("distributed") is not None:
-        cluster = kept.enter_context(Cluster(root, {}))
+        cluster = kept.enter_context(Cluster(root, {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}))
         cluster.add_workers(2)
         ways["a cluster of 2 workers"] = prepare_with(f"--cluster={cluster.address}")
     speeds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(1 if quick else 3):
+    costs: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
         for name, work in ways.items():
             begin = time.perf_counter()
-            tokens = work(root / f"prepared-{number}-{name}")
+            cpu = _cpu_seconds()
+            tokens = work(root / "prepared")
             speeds[name].append(tokens / (time.perf_counter() - begin))
-    medians = {name: statistics.median(found) for name, found in speeds.items()}
-    reference = medians["encode_batch_fast"]
-    rows = [{"prepare": name, "tok/s": speed, "ratio": speed / reference} for name, speed in medians.items()]
-    for row in rows:
-        print_row({"tokens": tokens, **row})
-    return rows, [("prepare: 0.9 of encode_batch_fast", medians["all cores"] >= 0.9 * reference)]
+            costs[name].append(tokens / (_cpu_seconds() - cpu))
+            shutil.rmtree(root / "prepared", ignore_errors=True)
+    rows: list[Row] = []
+    for name in ways:
+        speed = statistics.median(speeds[name])
+        cost = statistics.median(costs[name])
+        ratio = speed / statistics.median(speeds["encode_batch_fast"])
+        cpu_ratio = cost / statistics.median(costs["encode_batch_fast"])
+        rows.append({"prepare": name, "tok/s": speed, "ratio": ratio, "tok/cpu_s": cost, "cpu_ratio": cpu_ratio})
+        print_row({"tokens": tokens, **rows[-1]})
+    return rows, [("prepare: 0.9 of encode_batch_fast", rows[0]["ratio"] >= 0.9)]
 
 
 def s3(root: Path, quick: bool) -> tuple[list[Row], Bars]:
@@ -312,6 +327,8 @@ PARTS = {"loaders": loaders, "mixture": mixture, "growth": growth, "prepare": pr
 def main() -> int:
     parser = build_parser(__doc__ or "")
     parser.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--megabytes", type=int, default=200, help="of text, for prepare (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=3, help="of prepare (default %(default)s)")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
@@ -320,11 +337,12 @@ def main() -> int:
     unknown = set(arguments.part) - set(PARTS)
     if unknown:
         parser.error(f"unknown part {', '.join(unknown)}: one of {', '.join(PARTS)}")
+    parts = PARTS | {"prepare": partial(prepare, megabytes=arguments.megabytes, rounds=arguments.rounds)}
     rows: list[Row] = []
     bars: Bars = []
-    for name in arguments.part or PARTS:
+    for name in arguments.part or parts:
         with tempfile.TemporaryDirectory(prefix="benchmark-data-") as folder:
-            part_rows, part_bars = PARTS[name](Path(folder), arguments.quick)
+            part_rows, part_bars = parts[name](Path(folder), arguments.quick)
         rows += [{"part": name, **row} for row in part_rows]
         bars += part_bars
     return finish(arguments, rows, bars)
