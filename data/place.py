@@ -39,11 +39,8 @@ class Place:
             return self.store.folder
         return None
 
-    def has(self, name: str) -> bool:
-        """Whether there is such a file. Asks for the file itself, as a listing may lag behind."""
-        return self.read_if_there(name, 0, 1) is not None
-
     def read_if_there(self, name: str, offset: int = 0, size: int | None = None) -> memoryview | None:
+        """Asks for the file itself, as a listing may lag behind."""
         try:
             return self.store.read(name, offset, size)
         except MissingError:

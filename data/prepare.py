@@ -25,7 +25,7 @@ from functools import lru_cache, partial
 from itertools import chain, pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -104,7 +104,8 @@ PARTS_LAYOUT = 3  # changes with what parts hold: those of an earlier version ar
 PART_SCHEMA = pa.schema({"word": pa.uint64(), "tokens": pa.large_binary()})
 
 log = logging.getLogger(__name__)
-Batch = list[tuple[str, Any, bool]]  # documents: place in the input, text or ids, whether it is held out
+T = TypeVar("T")
+Piece = tuple[str, Any, bool]  # a document or part of one: place in the input, text or ids, whether it is held out
 
 
 @dataclass(frozen=True)
@@ -409,7 +410,7 @@ def check_options(o: argparse.Namespace) -> None:
         _check(o, "format", o.format == "text", "needs the --tokenizer of the tokens, or of the model to be tuned")
     if o.format in EXAMPLES:
         _check(o, "seq_len", o.seq_len >= 2, "must be at least 2, the later training.seq_len")
-    if not (o.overwrite or o.dry_run) and Place(o.output).has("manifest.json"):
+    if not (o.overwrite or o.dry_run) and Place(o.output).read_if_there("manifest.json", 0, 1):
         raise DataError(f"{o.output}: already holds a finished dataset; give --overwrite to replace it")
 
 
@@ -456,7 +457,7 @@ def _start_or_go_on(plan: Plan, tokenizer: Tokenizer) -> None:
         if place.folder is not None:
             (place.folder / PARTS).mkdir()
         place.put(PLAN, record)
-    writer.save_tokenizer(place, tokenizer)
+    tokenizer.save(plan.url)
 
 
 @lru_cache(maxsize=1)
@@ -473,23 +474,12 @@ def _tokenize_unit(plan: Plan, number: int, unit: Unit) -> tuple[list[str], Coun
     tokenizer = _stored_tokenizer(plan.place)
     found = Found(plan.o.skip_bad)
     parts: list[str] = []
-    for held in _gathered(_tokenized(plan, tokenizer, number, unit, found, BATCH_BYTES)):
+    tokenized = _tokenized(plan, tokenizer, number, unit, found, BATCH_BYTES)
+    for batches in grouped(tokenized, lambda batch: batch.nbytes, HELD_BYTES):
         name = f"{PARTS}/part-{number:06}-{len(parts)}.arrow"
-        _write_part(plan, name, held)
+        _write_part(plan, name, pa.concat_batches(batches))
         parts.append(name)
     return found.bad, found.counts, parts
-
-
-def _gathered(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yield the same documents in batches of about HELD_BYTES."""
-    held: list[pa.RecordBatch] = []
-    for batch in batches:
-        held.append(batch)
-        if sum(batch.nbytes for batch in held) >= HELD_BYTES:
-            yield pa.concat_batches(held)
-            held = []
-    if held:
-        yield pa.concat_batches(held)
 
 
 def _write_part(plan: Plan, name: str, held: pa.RecordBatch) -> None:
@@ -513,7 +503,8 @@ def _tokenized(
     """Yield record batches with bucket, sort key and tokens of each document. Validation's buckets follow train's."""
     key = derive_key("document", number)
     count = 0  # of documents
-    batches = _batches(plan, tokenizer, unit, found, batch_bytes)
+    pieces = _pieces(plan, tokenizer, unit, found)
+    batches = grouped(pieces, lambda piece: len(piece[1]), batch_bytes)
     if plan.o.format == "text":  # the others add to `found` here as well
         batches = workers.read_ahead(batches)
     for batch in batches:
@@ -534,27 +525,33 @@ def _tokenized(
         yield pa.record_batch({"bucket": as_arrow(buckets), "word": as_arrow(words), "tokens": tokens})
 
 
-def _batches(plan: Plan, tokenizer: Tokenizer, unit: Unit, found: Found, batch_bytes: int) -> Iterator[Batch]:
-    """Yield the documents of a unit, without empty ones, in lists of about `batch_bytes`."""
+def _pieces(plan: Plan, tokenizer: Tokenizer, unit: Unit, found: Found) -> Iterator[Piece]:
+    """Yield the documents of a unit, without empty ones."""
     o = plan.o
     located = documents(unit, o.keys.split(","), o.format, found)
     if o.format == "tokens":
         located = token_documents(unit, Reading(tokenizer.eos_id, tokenizer.vocab_size, o.dtype, o.keys, o.packed))
-    batch: Batch = []
-    size = 0
     for place, text in located:
         content = text.encode() if isinstance(text, str) else text.tobytes()
         held_out = writer.is_held_out(content, o.validation_fraction)
         for piece in cut(text, o.max_characters):
             if len(piece):
-                batch.append((place, piece, held_out))
-                size += len(piece)
-            if size >= batch_bytes:
-                yield batch
-                batch = []
-                size = 0
-    if batch:
-        yield batch
+                yield place, piece, held_out
+
+
+def grouped(items: Iterable[T], size_of: Callable[[T], int], least: int) -> Iterator[list[T]]:
+    """Yield the items in lists whose sizes come to `least` or a little more; the last may be smaller."""
+    group: list[T] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += size_of(item)
+        if size >= least:
+            yield group
+            group = []
+            size = 0
+    if group:
+        yield group
 
 
 def cut(text: Any, max_characters: int) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
 
 from config import TitaniteError, file_errors
-from storage.records import write_atomically
+from storage import open_store
 
 log = logging.getLogger(__name__)
 
@@ -126,14 +126,13 @@ class Tokenizer:
             files[CHAT_TEMPLATE] = self.chat_template.encode()
         return files
 
-    def save(self, folder: Path) -> None:
-        """Write its files, and last tokenizer.json: a kill leaves none without its eos."""
+    def save(self, place: str | Path) -> None:
+        """Write its files into a folder or `s3://`, and last tokenizer.json: a kill leaves none without its eos."""
+        store = open_store(place)
         files = self.files()
-        for name in FILES:
-            if name not in files:
-                (folder / name).unlink(missing_ok=True)
+        store.remove([name for name in FILES if name not in files])
         for name in sorted(files, key=lambda name: name == TOKENIZER):
-            write_atomically(folder / name, files[name])
+            store.put(name, files[name])
 
 
 def _count_bytes(name: str) -> int:

@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
+from config import TitaniteError
 from data.place import Place
 from data.shards import DataError
 
@@ -129,32 +130,35 @@ def check_place(place: Place, client: Any) -> None:
 
     It would with other code than this process has, or if it does not see the place or its scratch.
     """
-    mark = secrets.token_hex(8)
-    place.put(MARK, mark.encode())
+    mark = secrets.token_bytes(8)
+    place.put(MARK, mark)
     try:
         faults = {}
         if client:
-            faults = client.run(_fault_here, place, mark, code_digest(), on_error="return")
+            faults = client.run(_check_here, place, mark, code_digest(), on_error="return")
     finally:
         place.store.remove([MARK])
     for worker, fault in sorted(faults.items()):
-        if isinstance(fault, OSError):  # it has died meanwhile, and others do its work
+        if fault is None or isinstance(fault, OSError):  # it has died meanwhile, and others do its work
             continue
-        if isinstance(fault, Exception):  # most likely its import
-            fault = f"{fault}; PYTHONPATH must be this command's folder there"
-        if fault:
-            raise DataError(f"worker {worker}: {fault}")
+        advice = ""
+        if not isinstance(fault, TitaniteError):  # most likely its import
+            advice = "; PYTHONPATH must be this command's folder there"
+        raise DataError(f"worker {worker}: {fault}{advice}")
 
 
-def _fault_here(place: Place, mark: str, digest: str) -> str:
-    """What keeps this worker from preparing there, or ""."""
-    if code_digest() != digest:
-        return f"has another version of Titanite, or of {', '.join(PACKAGES)}, than this command"
+def _check_here(place: Place, mark: bytes, digest: str) -> None:
+    """Raises DataError for what keeps this worker from preparing there."""
+    _check_code(digest)
     if place.scratch and not os.path.isdir(place.scratch):
-        return f"--scratch {place.scratch}: is no folder there"
-    if place.read_if_there(MARK) != mark.encode():
-        return f"does not see {place.url}, which must be a folder that all share, or s3://bucket/folder"
-    return ""
+        raise DataError(f"--scratch {place.scratch}: is no folder there")
+    if place.read_if_there(MARK) != mark:
+        raise DataError(f"does not see {place.url}, which must be a folder that all share, or s3://bucket/folder")
+
+
+def _check_code(digest: str) -> None:
+    if code_digest() != digest:
+        raise DataError(f"has another version of Titanite, or of {', '.join(PACKAGES)}, than this command")
 
 
 @lru_cache(maxsize=1)
@@ -177,8 +181,8 @@ def cluster_map(client: Any) -> Map:
 
     def map_tasks(function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterator[Any]:
         # A task, so that it travels once to each worker, and again should a worker die.
-        held = client.submit(_Work, function, code_digest(), pure=False)
-        futures = client.map(_run, tasks, work=held, pure=False)
+        held = client.submit(_same, function, pure=False)
+        futures = client.map(_run, tasks, function=held, digest=code_digest(), pure=False)
         try:
             for _, result in as_completed(futures, loop=client.loop, with_results=True):
                 if isinstance(result, CancelledError):
@@ -193,16 +197,11 @@ def cluster_map(client: Any) -> Map:
     return map_tasks
 
 
-class _Work:
-    """What a worker does with each task."""
-
-    def __init__(self, function: Callable[[Any], Any], digest: str) -> None:
-        self.function = function
-        self.digest = digest
+def _same(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return function
 
 
-def _run(task: Any, work: _Work) -> Any:
-    if code_digest() != work.digest:  # a worker that came later than `check_place`
-        raise DataError("a worker has another version of Titanite than this command")
+def _run(task: Any, function: Callable[[Any], Any], digest: str) -> Any:
+    _check_code(digest)  # of a worker that came later than `check_place`
     _share_cores()
-    return work.function(task)
+    return function(task)

@@ -16,7 +16,7 @@ from isal import isal_zlib
 from config import file_errors
 from data.place import PARTS, PLAN, Place
 from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, index_table, seal, token_schema
-from data.tokenizer import FILES, TOKENIZER, Tokenizer, parse_tokenizer
+from data.tokenizer import FILES, Tokenizer, parse_tokenizer
 from storage import S3Store, StoreError
 
 LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
@@ -79,14 +79,6 @@ def remove_parts(place: Place) -> None:
             store.abort_uploads(lambda name: bool(SHARDS.fullmatch(name)) or name.startswith(f"{PARTS}/"))
     elif (store.folder / PARTS).exists():
         shutil.rmtree(store.folder / PARTS)
-
-
-def save_tokenizer(place: Place, tokenizer: Tokenizer) -> None:
-    """Write its files, and last tokenizer.json: a kill leaves none without its eos."""
-    files = tokenizer.files()
-    place.store.remove([name for name in FILES if name not in files])
-    for name in sorted(files, key=lambda name: name == TOKENIZER):
-        place.put(name, files[name])
 
 
 def load_tokenizer(place: Place) -> Tokenizer:

@@ -475,7 +475,14 @@ def test_a_folder_is_written_by_one_process_and_replaced_only_when_asked_and_nev
 def test_every_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     """A kill leaves no tokenizer without its eos, and no dataset half."""
     done, fsync, replace = [], os.fsync, Path.replace
-    monkeypatch.setattr(os, "fsync", lambda file: (done.append(os.readlink(f"/proc/self/fd/{file}")), fsync(file)))
+
+    def sync(file: int) -> None:
+        fsync(file)
+        path = os.readlink(f"/proc/self/fd/{file}")
+        if not os.path.isdir(path):
+            done.append(path)
+
+    monkeypatch.setattr(os, "fsync", sync)
     monkeypatch.setattr(Path, "replace", lambda self, name: (done.append(str(self)), replace(self, name)))
     write_dataset(tmp_path / "set", [[[1, 2, 0]]], validation=[[5, 0]])
     synced, named = done[::2], done[1::2]
