@@ -23,7 +23,7 @@ class Place:
     """A folder or `s3://bucket/prefix`, and what may be written there."""
 
     url: str
-    scratch: str = ""  # folder for temporary files on this machine's own disk; "": PARTS, for s3:// the system's
+    scratch: str = ""  # folder for what becomes a file on S3, on this machine's own disk; "": the system's
     # Digest of the plan that PLAN must hold for a write to count. Several processes may then write a file, and one that
     # its cluster has given up may come late: when another preparation has begun.
     plan: str = ""
@@ -61,7 +61,7 @@ class Place:
                 yield file
                 self._check_plan()  # the next one removes PARTS, and with it the temporary file
             return
-        with self.temporary_file() as file:
+        with tempfile.TemporaryFile(dir=self.scratch or None) as file:  # has no name: a kill leaves nothing
             yield file
             file.seek(0)
             self._check_plan()
@@ -75,13 +75,6 @@ class Place:
         plan = self.read_if_there(PLAN)
         if plan is None or digest(bytes(plan)) != self.plan:
             raise DataError(f"{self.url}: another preparation has begun or ended there meanwhile")
-
-    def temporary_file(self) -> IO[bytes]:
-        """A file without a name, so that the system removes it even if this process is killed."""
-        folder: str | Path | None = self.scratch or None
-        if not self.scratch and self.folder is not None:
-            folder = self.folder / PARTS
-        return tempfile.TemporaryFile(dir=folder)
 
 
 @lru_cache(maxsize=4)

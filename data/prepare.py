@@ -38,7 +38,7 @@ from data.chat import chat_of, encode_examples, load_transformers, transformers_
 from data.order import derive_key, random_words
 from data.packing import HIDDEN, pack
 from data.place import PARTS, PLAN, Place
-from data.shards import VERSION, DataError, Shard, as_arrow, as_bytes, as_lists, digest, index_table
+from data.shards import VERSION, DataError, Shard, as_arrow, as_bytes, as_lists, digest
 from data.sources import (
     KEY,
     SEPARATORS,
@@ -55,7 +55,7 @@ from data.sources import (
     plan_units,
 )
 from data.token_files import DTYPES, Reading, token_documents
-from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from data.tokenizer import FILES, Tokenizer, load_tokenizer, parse_tokenizer, train_tokenizer
 from data.workers import Map
 from storage import Store
 from storage.records import written_whole
@@ -324,7 +324,7 @@ def _run_passes(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], client:
         plan.place.put(writer.BAD_RECORDS, lines.encode())
         facts["bad_records"] = len(found.bad)
     plan.place.store.remove(parts)  # before the manifest, which ends all starts
-    shards = [(Shard(*shard), index_table(columns)) for shard, columns in written]
+    shards = [(Shard(*shard), rows) for shard, rows in written]
     manifest = writer.write_manifest(plan.place, tokenizer, shards, facts)
     writer.remove_parts(plan.place)
     return manifest
@@ -410,6 +410,8 @@ def check_options(o: argparse.Namespace) -> None:
         _check(o, "format", o.format == "text", "needs the --tokenizer of the tokens, or of the model to be tuned")
     if o.format in EXAMPLES:
         _check(o, "seq_len", o.seq_len >= 2, "must be at least 2, the later training.seq_len")
+    if o.scratch and "://" not in o.output:
+        log.warning(f"--scratch {o.scratch}: no effect, as a folder needs no temporary files elsewhere")
     if not (o.overwrite or o.dry_run) and Place(o.output).read_if_there("manifest.json", 0, 1):
         raise DataError(f"{o.output}: already holds a finished dataset; give --overwrite to replace it")
 
@@ -463,7 +465,12 @@ def _start_or_go_on(plan: Plan, tokenizer: Tokenizer) -> None:
 @lru_cache(maxsize=1)
 def _stored_tokenizer(place: Place) -> Tokenizer:
     """The tokenizer of a plan, read once by each worker process."""
-    return writer.load_tokenizer(place)
+    files = {}
+    for name in FILES:
+        content = place.read_if_there(name)
+        if content is not None:
+            files[name] = bytes(content)
+    return parse_tokenizer(files, place.url)
 
 
 # ---------------------------------------------------------------- pass 1: tokenise
@@ -592,8 +599,8 @@ def _examples(plan: Plan, tokenizer: Tokenizer, place: str, text: str, found: Fo
 # ---------------------------------------------------------------- pass 2: shuffle and write
 
 
-def _write_bucket(plan: Plan, bucket: int, parts: Sequence[str]) -> tuple[Shard, dict[str, Any]]:
-    """Write a bucket's shard. Returns it with a record of its blocks."""
+def _write_bucket(plan: Plan, bucket: int, parts: Sequence[str]) -> writer.WrittenShard:
+    """Write a bucket's shard."""
     place = plan.place
     split = "train"
     number = bucket
@@ -611,8 +618,7 @@ def _write_bucket(plan: Plan, bucket: int, parts: Sequence[str]) -> tuple[Shard,
     if plan.o.seq_len:
         documents = pack(documents, plan.o.seq_len, _stored_tokenizer(place).eos_id)
     block_bytes = int(plan.o.block_mb * 2**20)
-    shard, blocks = writer.write_shard(place, split, number, documents, block_bytes)
-    return shard, blocks.to_pydict()
+    return writer.write_shard(place, split, number, documents, block_bytes)
 
 
 def _read_slice(store: Store, bucket: int, part: str) -> pa.RecordBatch:
@@ -655,7 +661,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--processes", type=int, default=0, help="0 (default): one per available core, or one for a few MB")
     cluster = "scheduler of a Dask cluster: tcp://host:port, or its JSON file (docs/prepare-cluster.md)"
     add("--cluster", default="", metavar="ADDRESS", help=cluster)
-    scratch = "folder for temporary files, on each worker's own disk; default: OUTPUT/.parts, for s3:// the system's"
+    scratch = "for s3:// folder of temporary files on each worker's own disk; default: the system's"
     add("--scratch", default="", metavar="DIR", help=scratch)
     options = parser.parse_args(argv)
     options.keys = options.keys or KEYS[options.format]

@@ -6,7 +6,7 @@ A dataset for fine-tuning is packed: see data.packing. docs/data.md describes th
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ SPLITS = ("train", "validation")
 # Offset, size and checksum are those of the record batch message in its file, in bytes.
 _UINT32 = dict.fromkeys(("size", "documents", "tokens", "crc32"), pa.uint32())
 INDEX_SCHEMA = pa.schema({"offset": pa.uint64(), **_UINT32})
+Rows = Sequence[tuple[int, ...]] | np.ndarray  # of a shard in blocks.arrow, in the order of INDEX_SCHEMA
 
 
 class DataError(TitaniteError):
@@ -66,10 +67,11 @@ def as_arrow(values: np.ndarray) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
-def index_table(columns: Mapping[str, Sequence[int]]) -> pa.Table:
-    """Rows of blocks.arrow."""
-    arrays = [as_arrow(np.array(columns[field.name], field.type.to_pandas_dtype())) for field in INDEX_SCHEMA]
-    return pa.table(arrays, schema=INDEX_SCHEMA)
+def build_index(rows_of_shards: Sequence[Rows]) -> pa.RecordBatch:
+    """The content of blocks.arrow."""
+    columns = np.concatenate(rows_of_shards, dtype=np.int64).T.copy()
+    arrays = [as_arrow(column).cast(field.type) for column, field in zip(columns, INDEX_SCHEMA, strict=True)]
+    return pa.record_batch(arrays, schema=INDEX_SCHEMA)
 
 
 def as_bytes(documents: Sequence[np.ndarray], dtype: str) -> pa.LargeBinaryArray:

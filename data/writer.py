@@ -15,13 +15,13 @@ from isal import isal_zlib
 
 from config import file_errors
 from data.place import PARTS, PLAN, Place
-from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, index_table, seal, token_schema
-from data.tokenizer import FILES, Tokenizer, parse_tokenizer
+from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Rows, Shard, build_index, digest, seal, token_schema
+from data.tokenizer import Tokenizer
 from storage import S3Store, StoreError
 
 LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
 BAD_RECORDS = "bad_records.txt"  # a line for each that was left out: place and reason
-WrittenShard = tuple[Shard, pa.Table]  # with its rows in blocks.arrow (INDEX_SCHEMA)
+WrittenShard = tuple[Shard, Rows]
 SHARDS = re.compile(r"\.?(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
 
 
@@ -81,23 +81,16 @@ def remove_parts(place: Place) -> None:
         shutil.rmtree(store.folder / PARTS)
 
 
-def load_tokenizer(place: Place) -> Tokenizer:
-    """The tokenizer beside the data. Raises TitaniteError."""
-    contents = {name: place.read_if_there(name) for name in FILES}
-    files = {name: bytes(content) for name, content in contents.items() if content is not None}
-    return parse_tokenizer(files, place.url)
-
-
 def write_shard(place: Place, split: str, number: int, documents: pa.ListArray, block_bytes: int) -> WrittenShard:
     """Write documents (list<uint16 | uint32>) as a shard in blocks of about `block_bytes`. Without documents: none."""
     name = f"{split}-{number:05}.arrow"
-    columns: dict[str, list[int]] = {column: [] for column in INDEX_SCHEMA.names}  # of the index, a row per block
     if not len(documents):
-        return Shard(name, split, 0, 0, 0, 0), index_table(columns)
+        return Shard(name, split, 0, 0, 0, 0), []
     offsets = np.from_dlpack(documents.offsets)
     dtype = str(documents.type.value_type)
     schema = token_schema(dtype)
     block_tokens = block_bytes // np.dtype(dtype).itemsize
+    rows = []
     first = 0
     with place.create(name) as sink:
         with pa.ipc.new_file(sink, schema) as writer:
@@ -107,16 +100,13 @@ def write_shard(place: Place, split: str, number: int, documents: pa.ListArray, 
                 batch = pa.record_batch([documents.slice(first, stop - first)], schema=schema)
                 message = batch.serialize()
                 writer.write_batch(batch)
-                columns["offset"].append(sink.tell() - message.size)
-                columns["size"].append(message.size)
-                columns["documents"].append(stop - first)
-                columns["tokens"].append(int(offsets[stop] - offsets[first]))
-                columns["crc32"].append(isal_zlib.crc32(message))
+                offset = sink.tell() - message.size
+                tokens = int(offsets[stop] - offsets[first])
+                rows.append((offset, message.size, stop - first, tokens, isal_zlib.crc32(message)))
                 first = stop
         size = sink.tell()
-    tokens = int(offsets[-1] - offsets[0])
-    shard = Shard(name, split, size, len(columns["size"]), len(documents), tokens)
-    return shard, index_table(columns)
+    shard = Shard(name, split, size, len(rows), len(documents), int(offsets[-1] - offsets[0]))
+    return shard, rows
 
 
 def write_manifest(
@@ -131,7 +121,7 @@ def write_manifest(
         raise DataError(f"{place.url}: no documents, or all longer than --seq-len, so there is no dataset")
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
-        writer.write_table(pa.concat_tables([blocks for _, blocks in written]).combine_chunks())
+        writer.write_batch(build_index([rows for _, rows in written if len(rows)]))
     index = memoryview(sink.getvalue())
     place.put("blocks.arrow", index)
     manifest = {

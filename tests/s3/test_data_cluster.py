@@ -105,13 +105,14 @@ def test_a_killed_client_goes_on(clusters, options, expected, output, tmp_path):
     assert len(expected) > 8
 
 
-def test_a_worker_that_is_killed_costs_its_task(clusters, options, expected, output, tmp_path):
+def test_a_worker_that_is_killed_costs_its_task(clusters, options, expected, output, tmp_path, caplog):
     trap = clusters[0].folder / ("kill-write_shard" if "s3:" in output else "kill-_write_part")
     trap.touch()
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     run(options, output, cluster=clusters[0].address, scratch=scratch)
     assert not trap.exists()
+    assert ("no effect" in caplog.text) == ("s3:" not in output)
     assert contents(output) == expected
     assert not [*scratch.iterdir()]
 
@@ -119,7 +120,11 @@ def test_a_worker_that_is_killed_costs_its_task(clusters, options, expected, out
 @pytest.mark.parametrize(
     ("given", "broken", "message"),
     [
-        ({"cluster": "tcp://127.0.0.1:1"}, {}, "--cluster tcp://127.0.0.1:1: no scheduler answers there"),
+        (
+            {"cluster": "tcp://127.0.0.1:1"},
+            {"SCHEDULER_SECONDS": 1},
+            "--cluster tcp://127.0.0.1:1: no scheduler answers there",
+        ),
         ({"cluster": "missing.json"}, {}, "--cluster missing.json: must be tcp://host:port, or the file that"),
         ({"source": "-", "output": "s3://b/o", "overwrite": True}, {}, "--source -: a pipe is kept in the output fol"),
         ({"processes": 2}, {}, "--processes 2: no effect with --cluster"),
@@ -129,7 +134,6 @@ def test_a_worker_that_is_killed_costs_its_task(clusters, options, expected, out
     ],
 )
 def test_what_would_fail_is_said_first(clusters, options, tmp_path, monkeypatch, given, broken, message):
-    monkeypatch.setattr(workers, "SCHEDULER_SECONDS", 1)
     for name, stand_in in broken.items():
         monkeypatch.setattr(workers, name, stand_in)
     with pytest.raises(TitaniteError, match=message):

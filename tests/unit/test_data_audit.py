@@ -17,7 +17,7 @@ from config import TitaniteError, to_toml
 from data.ledger import read_ledger
 from data.loader import DataLoader
 from data.place import Place
-from data.shards import INDEX_SCHEMA, open_dataset, token_type
+from data.shards import open_dataset, token_type
 from data.writer import write_manifest, write_shard
 from tests.corpus import data_config, stored_blocks, unique_documents, word_tokenizer, write_dataset
 from tools import audit, verify
@@ -339,8 +339,7 @@ def test_verify_compares_what_is_said_about_a_block_with_its_documents(tmp_path)
     tokenizer.save(tmp_path)
     place = Place(str(tmp_path))
     shard, rows = write_shard(place, "train", 0, pa.array([[1, 2, 0], [3, 0]], token_type("uint16")), 1000)
-    write_manifest(
-        place, tokenizer, [(shard, pa.Table.from_pylist([rows.to_pylist()[0] | {"tokens": 6}], INDEX_SCHEMA))]
-    )
+    ((offset, size, documents, _, crc32),) = rows
+    write_manifest(place, tokenizer, [(shard, [(offset, size, documents, 6, crc32)])])
     (fault,) = verify.faults(open_dataset(str(tmp_path)))
     assert f"{tmp_path}/train-00000.arrow, block 0: holds other documents than blocks.arrow says" in fault
