@@ -48,8 +48,8 @@ def main() -> int:
     if code:
         return code
     minutes = (time.perf_counter() - begin) / 60
-    study, _ = read_ladder(file)
-    found = json.loads((study.folder / "ladder.json").read_text(encoding="utf-8"))
+    folder, *_ = read_ladder(file)
+    found = json.loads((folder / "ladder.json").read_text(encoding="utf-8"))
     rows: list[dict[str, Any]] = []
     for point in found["points"]:
         row = {key: float(f"{value:.5g}") if isinstance(value, float) else value for key, value in point.items()}

@@ -40,7 +40,7 @@ from data.shards import open_dataset
 from models import build_model, find_model
 from storage.records import write_atomically
 from tools.compare import Table, read_run, write_page
-from tools.study import Chain, Run, Study, build_parser, conduct, dotted
+from tools.study import Plan, Run, Study, conduct, dotted
 
 POWERS = {"batch_power": 2 / 3, "rate_power": -1 / 3}  # of OLMo-core, by Porian et al. 2024
 NEEDED = ("parameters", "batch", "rate", "warmup", "sequences")  # of the rule
@@ -52,8 +52,8 @@ Point = dict[str, Any]  # a decayed run: what the rule gave, its loss, the fit's
 # -- which runs
 
 
-def read_ladder(file: Path) -> tuple[Study, list[Chain]]:
-    """A ladder's file, and for each size, the largest first, its trunk and its branches. Raises ConfigError."""
+def read_ladder(file: Path) -> Plan:
+    """A ladder's folder, for each size its trunk and branches, and what writes its page. Raises ConfigError."""
     study = Study(file, ("multiples", "decay", "rule", "sizes"))
     rule = POWERS | study.values.get("rule", {})
     multiples = study.values.get("multiples") or [0]
@@ -68,7 +68,8 @@ def read_ladder(file: Path) -> tuple[Study, list[Chain]]:
     chains = []
     for size, values in sizes.items():
         chains.append(plan_size(study, size, dotted(values), rule, multiples, decay))
-    return study, sorted(chains, key=lambda runs: runs[0].config.optimizer.lr)
+    chains.sort(key=lambda runs: runs[0].config.optimizer.lr)  # the largest first
+    return study.folder, chains, partial(write_results, study.folder, list(itertools.chain(*chains)))
 
 
 def plan_size(
@@ -179,12 +180,11 @@ def read_point(run: Run) -> Point:
     }
 
 
-def write_results(study: Study, chains: Sequence[Chain]) -> None:
+def write_results(folder: Path, runs: Sequence[Run]) -> None:
     """Write page, CSV and JSON, and print the table, once all runs are finished. Raises TitaniteError.
 
     The largest size is predicted by the fit of all others.
     """
-    runs = list(itertools.chain(*chains))
     if not all(run.finished for run in runs):
         return
     points = [read_point(run) for run in runs if "multiple" in run.values]
@@ -196,19 +196,17 @@ def write_results(study: Study, chains: Sequence[Chain]) -> None:
         point["off_percent"] = 100 * (point["fitted"] / point["loss"] - 1)
     groups = {run.folder: run.values["size"] for run in runs}
     figure = {"fit": fit, "points": points}
-    write_atomically(study.folder / "ladder.json", json.dumps(figure, indent=1).encode())
+    write_atomically(folder / "ladder.json", json.dumps(figure, indent=1).encode())
     note = f"By the fit of all sizes but {largest}, which it predicts: {fit['limit']:.4g} + A x FLOPs^-"
     note += f"{fit['exponent']:.4g}, A by multiple, the tokens per parameter. parameters: without the embedding."
     table = Table("Ladder", list(points[-1]), [list(point.values()) for point in points], note)
-    write_page(groups, study.folder / "ladder.html", f"Ladder {study.folder.name}", [table], figure)
+    write_page(groups, folder / "ladder.html", f"Ladder {folder.name}", [table], figure)
     print(f"\n{table.text()}")
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code. Raises TitaniteError."""
-    options = build_parser("ladder", __doc__ or "").parse_args(argv)
-    study, chains = read_ladder(options.file)
-    return conduct(options, study.folder, chains, partial(write_results, study, chains))
+    return conduct("ladder", __doc__ or "", argv, read_ladder)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from copy import deepcopy
 from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -35,6 +35,7 @@ from run.folder import read_exit
 from run.processes import LaunchEnvironment, end_with_parent
 from storage.records import write_atomically
 
+Child: TypeAlias = "subprocess.Popen[bytes]"
 POLL_SECONDS = 0.2
 
 
@@ -66,6 +67,7 @@ class Run(NamedTuple):
 
 
 Chain = Sequence[Run]  # runs that train one after another, since they begin from checkpoints of the first
+Plan = tuple[Path, Sequence[Chain], Callable[[], None]]  # a study's folder, its runs, and what writes its results
 
 
 def name_values(values: Mapping[str, Any]) -> str:
@@ -108,10 +110,10 @@ def dotted(table: Mapping[str, Any]) -> dict[str, Any]:
 # -- the command line
 
 
-def build_parser(kind: str, description: str) -> argparse.ArgumentParser:
-    """The options of a kind of study."""
+def conduct(kind: str, about: str, argv: Sequence[str], read: Callable[[Path], Plan]) -> int:
+    """The command line of a kind of study; `read` reads its file. Returns the exit code. Raises TitaniteError."""
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=f"python -m tools.{kind}", description=description, formatter_class=form)
+    parser = argparse.ArgumentParser(prog=f"python -m tools.{kind}", description=about, formatter_class=form)
     add = parser.add_argument
     add("file", type=Path, help=f"{kind}.toml")
     add("--at-once", type=int, default=1, metavar="N", help="most runs to train together (default %(default)s)")
@@ -119,13 +121,8 @@ def build_parser(kind: str, description: str) -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="check all, list the runs, write nothing")
     add("--page", action="store_true", help="train nothing, write the page of what is there")
     add("--slurm", metavar="OPTIONS", help='submit a job array with options of sbatch, as --slurm="--nodes=1"')
-    return parser
-
-
-def conduct(
-    options: argparse.Namespace, folder: Path, chains: Sequence[Chain], write_results: Callable[[], None]
-) -> int:
-    """Check the runs, and do with them what the command line says. Returns the exit code. Raises TitaniteError."""
+    options = parser.parse_args(argv)
+    folder, chains, write_results = read(options.file)
     runs = list(chain(*chains))
     at_once = max(1, options.at_once)
     world_size = options.processes or torch.accelerator.device_count() // at_once or 1
@@ -139,8 +136,8 @@ def conduct(
     else:
         if not options.page:
             failed = train_all(chains, at_once, world_size)
-        missing = [run for run in runs if not run.finished]
-        print(*failed, f"not finished: {len(missing)} of {len(runs)} runs", sep="\n")
+        finished = sum(run.finished for run in runs)
+        print(*failed, f"finished: {finished} of {len(runs)} runs", sep="\n")
         write_results()
     return int(bool(failed))
 
@@ -183,14 +180,6 @@ def check_unchanged(run: Run) -> None:
 # -- running
 
 
-class Job(NamedTuple):
-    """A run that trains, the first of its chain."""
-
-    runs: Chain
-    place: dict[str, str]  # its environment
-    child: "subprocess.Popen[bytes]"
-
-
 def find_missing(chains: Sequence[Chain]) -> list[Chain]:
     """What is not finished, with the config of each run written beside its folder."""
     waiting: list[Chain] = []
@@ -212,38 +201,36 @@ def train_all(chains: Sequence[Chain], at_once: int, world_size: int) -> list[st
     """
     waiting = find_missing(chains)
     places = share_devices(at_once, world_size)
-    jobs: list[Job] = []
+    jobs: dict[Child, tuple[Chain, dict[str, str]]] = {}  # what trains: its chain and its place
     failed = []
     try:
         while waiting or jobs:
             while waiting and places:
                 runs = waiting.pop(0)
                 place = places.pop()
-                child = start(runs[0], world_size, place)
-                jobs.append(Job(runs, place, child))
+                jobs[start(runs[0], world_size, place)] = runs, place
             time.sleep(POLL_SECONDS)
-            for job in [job for job in jobs if job.child.poll() is not None]:
-                jobs.remove(job)
-                places.append(job.place)
-                run, *rest = job.runs
+            for child in [child for child in jobs if child.poll() is not None]:
+                (run, *rest), place = jobs.pop(child)
+                places.append(place)
                 line = f"{run.name}: finished"
                 if not run.finished:
-                    line = f"{run.name}: exit code {job.child.returncode}, see {run.beside('.log')}"
+                    line = f"{run.name}: exit code {child.returncode}, see {run.beside('.log')}"
                     failed.append(line)
                 elif rest:
                     waiting.insert(0, rest)
                 print(line, flush=True)
     except KeyboardInterrupt:
         print("the runs save and stop; the same command goes on from there", flush=True)
-        for job in jobs:
-            job.child.terminate()
-        for job in jobs:
-            job.child.wait()
+        for child in jobs:
+            child.terminate()
+        for child in jobs:
+            child.wait()
         raise
     return failed
 
 
-def start(run: Run, world_size: int, place: dict[str, str]) -> "subprocess.Popen[bytes]":
+def start(run: Run, world_size: int, place: dict[str, str]) -> Child:
     """Start the processes of a run, in a session of their own: Ctrl-C reaches them only through us."""
     log = run.beside(".log")
     print(f"{run.name}: starts; its output: {log}", flush=True)

@@ -4,10 +4,10 @@
 
     base = "train_configs/debug.toml"        # relative to this file
     folder = "outputs/rates"                 # default: outputs/ and this file's name
-    seeds = [0, 1, 2]
     training.steps = 200                     # any setting, for all runs
     [grid]                                   # every combination
     optimizer.lr = [1e-3, 2e-3, 4e-3]
+    run.seed = [0, 1, 2]                     # runs that differ by it alone are averaged
     [[zip]]                                  # the first values together, the second ones, ...
     model.dim = [128, 256]
     model.n_layers = [4, 6]
@@ -26,7 +26,7 @@ import numpy as np
 
 from config import ConfigError, command_line
 from tools.compare import Table, is_loss, read_run, write_page
-from tools.study import Run, Study, build_parser, conduct, dotted, name_values, write_csv
+from tools.study import Plan, Run, Study, conduct, dotted, name_values, write_csv
 
 SEED = "run.seed"
 AMOUNTS = ("steps", "tokens", "seconds")  # of training, at which runs are compared
@@ -35,22 +35,20 @@ AMOUNTS = ("steps", "tokens", "seconds")  # of training, at which runs are compa
 # -- which runs
 
 
-def read_sweep(file: Path) -> tuple[Study, list[Run]]:
-    """A sweep's file, and its runs. Raises ConfigError."""
-    study = Study(file, ("seeds", "grid", "zip"))
+def read_sweep(file: Path) -> Plan:
+    """A sweep's folder, its runs, each for itself, and what writes its page. Raises ConfigError."""
+    study = Study(file, ("grid", "zip"))
     axes = [_rows({key: values}) for key, values in dotted(study.values.get("grid", {})).items()]
     axes += [_rows(dotted(table)) for table in study.values.get("zip", [])]
-    if "seeds" in study.values:
-        axes.append(_rows({SEED: study.values["seeds"]}))
     if not axes:
-        raise ConfigError(f"{file}: varies nothing: needs [grid], [[zip]] or seeds")
+        raise ConfigError(f"{file}: varies nothing: needs [grid] or [[zip]]")
     runs = []
     for choice in itertools.product(*axes):
         values: dict[str, Any] = {}
         for row in choice:
             values |= row
         runs.append(study.run(values, values))
-    return study, runs
+    return study.folder, [[run] for run in runs], partial(write_results, study.folder, runs)
 
 
 def _rows(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -126,9 +124,7 @@ def _losses_at(amounts: np.ndarray, curve: np.ndarray) -> list[float]:
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code. Raises TitaniteError."""
-    options = build_parser("sweep", __doc__ or "").parse_args(argv)
-    study, runs = read_sweep(options.file)
-    return conduct(options, study.folder, [[run] for run in runs], partial(write_results, study.folder, runs))
+    return conduct("sweep", __doc__ or "", argv, read_sweep)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def count(dim: int) -> int:
 
 
 def test_what_the_rule_gives(tmp_path: Path, dataset: Path) -> None:
-    study, chains = read_ladder(write_ladder(tmp_path, dataset))
+    folder, chains, _ = read_ladder(write_ladder(tmp_path, dataset))
     assert [measure_model(runs[0].config)[0] for runs in chains] == [count(dim) for dim in (24, 16, 12, 8)]
     assert [run.name for run in chains[0]] == ["size=d", "size=d,multiple=0.1", "size=d,multiple=0.2"]
     trunk, _, branch = (run.config for run in chains[0])
@@ -50,7 +50,7 @@ def test_what_the_rule_gives(tmp_path: Path, dataset: Path) -> None:
     assert trunk.lr_scheduler.warmup_steps == round(0.02 * count(24) / 192) == 2
     # The first decay begins at 0.75 x 0.1 x 19,848 / 192 = 7.8 steps: 2 saves, 4 steps apart, give 8.
     assert (trunk.training.steps, trunk.lr_scheduler.decay_fraction, trunk.checkpoint.keep_every) == (16, 0.0, 8)
-    assert branch.checkpoint.branch_from == f"{study.folder}/size=d@16"
+    assert branch.checkpoint.branch_from == f"{folder}/size=d@16"
     assert (branch.training.steps, branch.lr_scheduler.decay_steps) == (21, 5)
 
 

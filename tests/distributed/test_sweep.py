@@ -1,5 +1,6 @@
 """Sweeps: which runs a file asks for, mistakes before the first starts, failures, a stop in the middle, the tables."""
 
+import contextlib
 import csv
 import os
 import signal
@@ -58,22 +59,23 @@ def write_study(folder: Path, dataset: Path, text: str, steps: int = 4) -> Path:
 
 
 def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
-    text = """seeds = [3, 4]
-    training.seq_len = 64
+    text = """training.seq_len = 64
     [grid]
+    run.seed = [3, 4]
     optimizer.lr = [0.001, 0.5]
     [[zip]]
     model.dim = [32, 64]
     optimizer.groups = [[], [{pattern = "*norm*", lr = 2}]]
     """
-    study, runs = read_sweep(write_study(tmp_path, dataset, text))
-    assert study.folder == tmp_path / "runs"
+    folder, chains, _ = read_sweep(write_study(tmp_path, dataset, text))
+    runs = [run for (run,) in chains]
+    assert folder == tmp_path / "runs"
     wide = "dim=64,groups=pattern-norm-lr-2"
     assert [run.name for run in runs] == [
-        f"lr={lr},{shape},seed={seed}"
+        f"seed={seed},lr={lr},{shape}"
+        for seed in (3, 4)
         for lr in ("0.001", "0.5")
         for shape in ("dim=32,groups=", wide)
-        for seed in (3, 4)
     ]
     last = runs[-1].config
     assert (last.training.seq_len, last.training.steps, last.optimizer.lr, last.run.seed) == (64, 4, 0.5, 4)
@@ -84,7 +86,7 @@ def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("sseeds = [1]", r"lab.toml: \[sseeds\]: must be a section"),
+        ("[grids]\noptimizer.lr = [1.0]", r"lab.toml: \[grids\]: must be a section"),
         ("[grid]\noptimizer.lrr = [1.0]", r"optimizer.lrr: unknown key; did you mean optimizer.lr"),
         ("[grid]\noptimizer.lr = [1.0, 'x']", 'optimizer.lr = "x": must be a number'),
         ("[grid]\noptimizer.lr = 1.0", "optimizer.lr: each needs a list of values"),
@@ -99,7 +101,6 @@ def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
         ),
         ("[grid]\nparallelism.tp = [1, 2]", "tp=2: .*world size"),
         ("[grid]\ndata.datasets = [['nowhere']]", "datasets=nowhere: .*nowhere"),
-        ("seeds = [1, 2]\n[grid]\nrun.seed = [2, 3]", "seed=1: two runs would have this folder"),
         ("[[zip]]\noptimizer.lr = [1.0]\nrun.seed = [1, 2]", "optimizer.lr, run.seed: each needs .* of one length"),
         ("optimizer.lr = 1.0", "varies nothing"),
     ],
@@ -156,7 +157,7 @@ def test_a_failure_stops_no_other_run_and_is_tried_again(
     log = tmp_path / "runs" / "lr=1e+30.log"
     assert f"lr=1e+30: exit code 2, see {log}" in said
     assert "step 2: loss" in log.read_text()
-    assert "not finished: 1 of 3 runs" in said
+    assert "finished: 2 of 3 runs" in said
     good = [tmp_path / "runs" / name for name in ("lr=0.01", "lr=0.001")]
     assert [how_it_ended(folder)["kind"] for folder in good] == ["finished", "finished"]
     with (tmp_path / "runs" / "sweep.csv").open() as table:
@@ -175,6 +176,15 @@ def test_a_failure_stops_no_other_run_and_is_tried_again(
         main([str(file)])
 
 
+def is_running(word: str) -> bool:
+    """Whether a process has this word in its command line."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if word.encode() in file.read_bytes():
+                return True
+    return False
+
+
 def stop_parent(step: int) -> None:
     if step == 3:
         os.kill(os.getppid(), signal.SIGINT)
@@ -185,7 +195,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(
     tmp_path: Path, dataset: Path, forked: None, monkeypatch: pytest.MonkeyPatch, is_killed: bool
 ) -> None:
     """By Ctrl-C, or killed while a run trains by run_llama_train.sh."""
-    file = write_study(tmp_path, dataset, "seeds = [0]", steps=150)
+    file = write_study(tmp_path, dataset, "[grid]\nrun.seed = [0]", steps=150)
     folder = tmp_path / "runs" / "seed=0"
     if is_killed:
         command = [sys.executable, "-m", "tools.sweep", str(file)]
@@ -194,7 +204,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(
                 assert sweep.poll() is None
                 time.sleep(0.05)
             sweep.kill()
-        while not (folder / "exit.json").exists():
+        while is_running(f"{folder}.toml"):
             time.sleep(0.05)
     else:
         monkeypatch.setattr(Forked, "after_step", staticmethod(stop_parent))
