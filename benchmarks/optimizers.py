@@ -3,9 +3,9 @@
     python -m benchmarks.optimizers [--quick] [--check] [--json=FILE]
 
 Both are tuned by equally many trials of one seed: first the rate, then the rates of embedding and output and one decay
-of the running means, each with the best so far of the others. With what was best AdamW trains the whole run with every
-seed, and Muon shares of it, each with its own schedule. The two optimizers are at work side by side, each with half of
-the threads, on which a loss does not depend. Step times are measured afterwards, in turn, with all threads.
+of the running means, each with the best so far of the others. With what was best AdamW trains STEPS steps with every
+seed, and Muon shares of them, each with its own schedule. The two optimizers are at work side by side, each with half
+of the threads, on which a loss does not depend. Step times are measured afterwards, in turn, with all threads.
 
 A run whose folder in outputs/optimizers is complete is not trained again: the command goes on where it was cut.
 """
@@ -26,9 +26,9 @@ from storage.records import read_records
 CONFIG = "train_configs/default.toml"
 OUTPUT = Path("outputs/optimizers").resolve()
 SEEDS = (0, 1, 2)
-STEPS = 300
+STEPS = 250
 TRIAL_STEPS = 80
-SHARES = {"adamw": (1.0,), "muon": (1.0, 0.55, 0.45)}  # of STEPS
+SHARES = {"adamw": (1.0,), "muon": (0.55, 0.45, 0.35)}  # of STEPS
 DECAY = {"adamw": "beta2", "muon": "momentum"}
 FIRST = {"lr": 0.0, "embedding": 1.0, "output": 1.0, "decay": 0.95}  # embedding and output: factors of the rate
 TRIALS = {"lr": (2e-3, 4e-3, 8e-3, 16e-3), "embedding": (4.0, 12.0), "output": (0.5, 3.0), "decay": (0.9, 0.98)}
