@@ -864,11 +864,12 @@ def help_text(config: Config, words: Sequence[str] = ()) -> str:
     """The settings with all `words` in name or text: type, value in `config`, text. Raises ConfigError if none has."""
     usage = "usage: train.py [FILE.toml | --resume=RUN_FOLDER] [--section.field=value ...] [--help [WORD ...]]"
     parts = [] if words else [usage]
-    for section, kind in SECTIONS.items():
+    for section, values in dataclasses.asdict(config).items():
+        kind = SECTIONS[section]
         lines = [f"[{section}]  {inspect.getdoc(kind)}"]
         for name, text in field_docs(kind).items():
             key = f"{section}.{name}"
-            value = _toml(getattr(getattr(config, section), name))
+            value = change_text(values[name])
             default = _toml(getattr(kind, name))
             shown = f"default {value}"
             if value != default:
