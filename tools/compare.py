@@ -128,7 +128,7 @@ def add_scores(charts: Charts, folder: Path) -> None:
         rows += read_records(file)
     for row in sorted(rows, key=lambda row: row["step"]):
         step = row["step"]
-        at = float(np.interp(step, steps, tokens)), float(np.interp(step, steps, hours))
+        at = np.interp(step, steps, tokens), np.interp(step, steps, hours)
         for field in row:
             if field.startswith("scores/"):
                 charts.setdefault(field, []).append((step, *at, row[field]))

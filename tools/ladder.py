@@ -89,9 +89,6 @@ def plan_size(
     saves = max(1, round(first / config.checkpoint.interval))
     interval = max(1, round(first / saves))
     first = saves * interval
-    end = round(first / (1 - decay))
-    if not warmup <= first < end:
-        raise ConfigError(f"sizes.{size}: too short: warms up to step {warmup}, decays from {first} to {end}")
     settings = {
         **own,
         "training.epochs": 0,
@@ -108,7 +105,7 @@ def plan_size(
     runs = [trunk]
     for multiple in multiples:
         fork = round(first * multiple / multiples[0])
-        steps = round(fork / (1 - decay))
+        steps = max(fork + 1, round(fork / (1 - decay)))
         settings["training.steps"] = steps
         settings["lr_scheduler.decay_steps"] = steps - fork
         settings["checkpoint.branch_from"] = f"{trunk.folder}@{fork}"

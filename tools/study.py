@@ -118,7 +118,7 @@ def conduct(kind: str, about: str, argv: Sequence[str], read: Callable[[Path], P
     add("file", type=Path, help=f"{kind}.toml")
     add("--at-once", type=int, default=1, metavar="N", help="most runs to train together (default %(default)s)")
     add("--processes", type=int, default=0, metavar="N", help="of each run; default: one for each of its devices")
-    add("--dry-run", action="store_true", help="check all, list the runs, write nothing")
+    add("--dry-run", action="store_true", help="check all, list what is missing, write nothing")
     add("--page", action="store_true", help="train nothing, write the page of what is there")
     add("--slurm", metavar="OPTIONS", help='submit a job array with options of sbatch, as --slurm="--nodes=1"')
     options = parser.parse_args(argv)
@@ -127,19 +127,19 @@ def conduct(kind: str, about: str, argv: Sequence[str], read: Callable[[Path], P
     at_once = max(1, options.at_once)
     world_size = options.processes or torch.accelerator.device_count() // at_once or 1
     check_runs(runs, world_size)
-    failed: list[str] = []
-    if options.dry_run:
-        for run in runs:
-            print(f"{'finished' if run.finished else 'missing':8}  {run.folder}")
-    elif options.slurm is not None:
+    if options.slurm is not None:
         submit(chains, folder, at_once, options.slurm)
-    else:
-        if not options.page:
-            failed = train_all(chains, at_once, world_size)
-        finished = sum(run.finished for run in runs)
-        print(*failed, f"finished: {finished} of {len(runs)} runs", sep="\n")
-        write_results()
-    return int(bool(failed))
+        return 0
+    if not (options.dry_run or options.page):
+        train_all(chains, at_once, world_size)
+    missing = [run for run in runs if not run.finished]
+    for run in missing:
+        print(f"not finished: {run.name}, its output: {run.beside('.log')}")
+    print(f"finished: {len(runs) - len(missing)} of {len(runs)} runs")
+    if options.dry_run:
+        return 0
+    write_results()
+    return int(bool(missing))
 
 
 def write_csv(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -194,15 +194,14 @@ def find_missing(chains: Sequence[Chain]) -> list[Chain]:
     return waiting
 
 
-def train_all(chains: Sequence[Chain], at_once: int, world_size: int) -> list[str]:
-    """Train what is not finished, up to `at_once` runs together. Returns a line for each run that failed.
+def train_all(chains: Sequence[Chain], at_once: int, world_size: int) -> None:
+    """Train what is not finished, up to `at_once` runs together.
 
     Ctrl-C lets the runs save and stop. So does the end of this process in any other way.
     """
     waiting = find_missing(chains)
     places = share_devices(at_once, world_size)
     jobs: dict[Child, tuple[Chain, dict[str, str]]] = {}  # what trains: its chain and its place
-    failed = []
     try:
         while waiting or jobs:
             while waiting and places:
@@ -213,13 +212,9 @@ def train_all(chains: Sequence[Chain], at_once: int, world_size: int) -> list[st
             for child in [child for child in jobs if child.poll() is not None]:
                 (run, *rest), place = jobs.pop(child)
                 places.append(place)
-                line = f"{run.name}: finished"
-                if not run.finished:
-                    line = f"{run.name}: exit code {child.returncode}, see {run.beside('.log')}"
-                    failed.append(line)
-                elif rest:
+                print(f"{run.name}: ended with exit code {child.returncode}", flush=True)
+                if run.finished and rest:
                     waiting.insert(0, rest)
-                print(line, flush=True)
     except KeyboardInterrupt:
         print("the runs save and stop; the same command goes on from there", flush=True)
         for child in jobs:
@@ -227,14 +222,12 @@ def train_all(chains: Sequence[Chain], at_once: int, world_size: int) -> list[st
         for child in jobs:
             child.wait()
         raise
-    return failed
 
 
 def start(run: Run, world_size: int, place: dict[str, str]) -> Child:
     """Start the processes of a run, in a session of their own: Ctrl-C reaches them only through us."""
-    log = run.beside(".log")
-    print(f"{run.name}: starts; its output: {log}", flush=True)
-    with log.open("ab") as output:
+    print(f"{run.name}: starts", flush=True)
+    with run.beside(".log").open("ab") as output:
         return subprocess.Popen(
             ["./run_llama_train.sh", str(run.beside(".toml"))],
             env=place | {"NGPU": str(world_size)},

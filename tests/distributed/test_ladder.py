@@ -60,7 +60,6 @@ def test_what_the_rule_gives(tmp_path: Path, dataset: Path) -> None:
         ({"rule": "bach_power = 1"}, "must have parameters, batch, rate, warmup, sequences, and may have batch_power"),
         ({"multiples": "[2, 3]"}, "multiples = .2, 3.: each must be one of the first"),
         ({"multiples": "[]"}, "multiples = .0.: each must be one of the first"),
-        ({"multiples": "[0.001]"}, "sizes.a: too short: warms up to step 2, decays from 1 to 1"),
         ({"sizes": 3}, "has 3; to fit some and predict one takes 4"),
     ],
 )

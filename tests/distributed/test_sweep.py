@@ -155,7 +155,8 @@ def test_a_failure_stops_no_other_run_and_is_tried_again(
     assert main([str(file), "--at-once=2"]) == 1
     said = capsys.readouterr().out
     log = tmp_path / "runs" / "lr=1e+30.log"
-    assert f"lr=1e+30: exit code 2, see {log}" in said
+    assert "lr=1e+30: ended with exit code 2" in said
+    assert f"not finished: lr=1e+30, its output: {log}" in said
     assert "step 2: loss" in log.read_text()
     assert "finished: 2 of 3 runs" in said
     good = [tmp_path / "runs" / name for name in ("lr=0.01", "lr=0.001")]
