@@ -90,7 +90,6 @@ def plan_size(
     interval = max(1, round(first / saves))
     first = saves * interval
     settings = {
-        **own,
         "training.epochs": 0,
         "training.global_batch_size": sequences,
         "optimizer.lr": rule["rate"] * growth ** rule["rate_power"],
@@ -100,6 +99,7 @@ def plan_size(
         "checkpoint.interval": interval,
         "checkpoint.keep_every": first,
         "training.steps": round(first * multiples[-1] / multiples[0]),
+        **own,
     }
     trunk = study.run({"size": size}, settings)
     runs = [trunk]
@@ -178,7 +178,7 @@ def read_point(run: Run) -> Point:
 
 
 def write_results(folder: Path, runs: Sequence[Run]) -> None:
-    """Write page, CSV and JSON, and print the table, once all runs are finished. Raises TitaniteError.
+    """Write page and JSON, and print the table, once all runs are finished. Raises TitaniteError.
 
     The largest size is predicted by the fit of all others.
     """
