@@ -610,11 +610,11 @@ def _write_bucket(plan: Plan, bucket: int, parts: Sequence[str]) -> writer.Writt
     with ThreadPoolExecutor(place.store.read_threads) as threads:
         batches = list(threads.map(partial(_read_slice, place.store, bucket), parts))
     with failures_of(f"{split}-{number:05}, which a smaller --shard-mb makes smaller"):
-        table = pa.Table.from_batches(batches, PART_SCHEMA).combine_chunks()
+        stored = pa.concat_batches(batches)
         del batches  # to hold the documents twice, not three times
-        order = pc.sort_indices(table["word"])
-        documents = as_lists(table["tokens"].take(order).combine_chunks(), plan.dtype)
-        del table
+        order = pc.sort_indices(stored["word"])
+        documents = as_lists(stored["tokens"].take(order), plan.dtype)
+        del stored
     if plan.o.seq_len:
         documents = pack(documents, plan.o.seq_len, _stored_tokenizer(place).eos_id)
     block_bytes = int(plan.o.block_mb * 2**20)
