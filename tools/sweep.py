@@ -74,8 +74,9 @@ def write_results(folder: Path, runs: Sequence[Run]) -> None:
     """
     groups = {run.folder: group_of(run) for run in runs}
     charts = {run.folder: read_run(run.folder)[0] for run in runs}
-    is_validated = any("validation_loss" in own for own in charts.values())
-    field = "validation_loss" if is_validated else "loss"
+    field = "validation_loss"
+    if not any(field in own for own in charts.values()):
+        field = "loss"
     rows = []
     curves: dict[str, list[np.ndarray]] = {}  # by group, of finished runs
     for run in runs:
