@@ -313,8 +313,8 @@ def _run_passes(plan: Plan, tokenizer: Tokenizer, units: Sequence[Unit], client:
         if len(found.bad) > plan.o.skip_bad:
             raise DataError(f"{len(found.bad)} bad records are more than --skip-bad {plan.o.skip_bad}")
         tell_effects(plan, tokenizer, units, found)
-        write = partial(_run_once, plan, "bucket", _write_bucket)
-        written = _run_all(map_tasks, write, [parts] * plan.buckets, "write", " shards")
+        write = partial(_run_once, plan, "bucket", partial(_write_bucket, parts=parts))
+        written = _run_all(map_tasks, write, range(plan.buckets), "write", " shards")
     facts = dict(plan.facts)
     if plan.o.format in EXAMPLES:
         total = sum(found.counts.values(), Counter[str]())
@@ -599,7 +599,7 @@ def _examples(plan: Plan, tokenizer: Tokenizer, place: str, text: str, found: Fo
 # ---------------------------------------------------------------- pass 2: shuffle and write
 
 
-def _write_bucket(plan: Plan, bucket: int, parts: Sequence[str]) -> writer.WrittenShard:
+def _write_bucket(plan: Plan, bucket: int, _: int, *, parts: Sequence[str]) -> writer.WrittenShard:
     """Write a bucket's shard."""
     place = plan.place
     split = "train"
