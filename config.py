@@ -252,7 +252,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Settings of the weights whose name, such as `layers.0.attention.wq.weight`, is like `pattern` (*, ?)."""
+    """Settings of the weights whose name, such as `layers.0.attention.wq.weight`, is like `pattern` (*, ?, [abc])."""
 
     pattern: str = "*"
     kind: Literal["", "adamw", "muon"] = ""  # "": as optimizer.name has it

@@ -160,7 +160,7 @@ def test_help_shows_what_would_run_and_every_flavor(capsys: pytest.CaptureFixtur
     printed = " ".join(capsys.readouterr().out.split())
     assert "--optimizer.lr=... a number >= 0; here 0.004; default 0.0003 " in printed
     assert "--optimizer.beta2=... a number from 0 to 0.99999; here 0.9; default" in printed
-    assert 'each a table; here [{pattern = "tok_embeddings.*", lr = 6.0}, {pattern = "output.*", lr = 4.0}]' in printed
+    assert 'each a table; here [{pattern = "[to]*.weight", lr = 5.0}]; default []' in printed
     assert f"Size within the family: {', '.join(FLAVORS)}. " in printed
     fields = [item.name for item in dataclasses.fields(LlamaConfig) if item.name not in ("n_layers", "vocab_size")]
     assert f"adds one: {', '.join(fields)}. models/llama/model.py" in printed
