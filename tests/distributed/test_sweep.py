@@ -208,6 +208,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(
         while is_running(f"{folder}.toml"):
             time.sleep(0.05)
     else:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts by &
         monkeypatch.setattr(Forked, "after_step", staticmethod(stop_parent))
         with pytest.raises(KeyboardInterrupt):
             main([str(file)])
