@@ -114,8 +114,8 @@ class GroupedOptimizer(torch.optim.Optimizer):
             self.plans[key] = plan_muon([matrix for matrix, _ in matrices], ways, self.group)
         orthogonalize_all(updates, self.plans[key], self.group)
         for (matrix, group), update in zip(matrices, updates, strict=True):
-            rows = group["rows"] or matrix.shape[0]
-            scale = ADAMW_RMS * math.sqrt(max(rows, matrix.shape[1]))
+            way = _way_of(matrix, group)
+            scale = ADAMW_RMS * math.sqrt(max(way.rows, way.shape[1]))
             weights = local(matrix)
             shrink: Any = 1 - group["lr"] * group["weight_decay"]
             if group["cautious"]:

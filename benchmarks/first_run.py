@@ -7,9 +7,9 @@
 
 All train on the data of ./run_llama_train.sh, with all cores, for as many steps as fill four minutes, by the step time
 of a short run before; set-up and compilation do not count. The default run trains with three seeds: the mean counts.
-The peers have no setting of a seed. nanoGPT's sizes are those of its README for a CPU, on bytes;
-nanochat's those of runs/runcpu.sh, with its tokenizer. Each scores itself: nanoGPT on random blocks of the held-out
-files, nanochat on rows that its loader cuts from them. A peer that is not there, or fails, is reported as unmeasured.
+The peers have no setting of a seed. nanoGPT's sizes are those of its README for a CPU, on bytes; nanochat's those of
+runs/runcpu.sh, with its tokenizer. Each scores itself: nanoGPT on random blocks of the held-out files, nanochat on rows
+that its loader cuts from them. A peer that is not there, or fails, is reported as unmeasured.
 """
 
 import math

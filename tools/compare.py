@@ -64,6 +64,8 @@ def write_page(
         if own_charts:
             charts[folder] = own_charts
             settings.append(own_settings)
+        elif not folder.is_dir():
+            print(f"{folder}: left out, there is no such folder")
         else:
             print(f"{folder}: left out, no step was logged there")
     if not charts:

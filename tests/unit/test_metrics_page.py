@@ -124,7 +124,7 @@ def test_a_run_that_ended_before_its_first_step_is_left_out(tmp_path: Path, caps
     said = capsys.readouterr().out
     assert said.splitlines()[:2] == [f"{run}: left out, no step was logged there" for run in runs[:2]]
     compared([tmp_path / "nowhere", runs[2]], tmp_path)
-    assert "nowhere: left out, no step was logged there" in capsys.readouterr().out
+    assert "nowhere: left out, there is no such folder" in capsys.readouterr().out
     with pytest.raises(TitaniteError, match="no run to compare"):
         compared(runs[:2], tmp_path)
 
