@@ -259,7 +259,6 @@ class ParameterGroup:
     lr: NonNegative = 1.0  # times optimizer.lr
     weight_decay: Annotated[float, Range(-1)] = -1.0  # -1: as without the group
     betas: tuple[Decay, ...] = ()  # AdamW's two, or Muon's momentum; none: as without the group
-    rows: Count = 0  # Muon orthogonalizes so many at a time, such as those of a head; 0: all rows together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,20 +277,13 @@ class Optimizer:
     """Added to AdamW's denominator."""
     momentum: Decay = 0.95
     """Decay of Muon's running mean of the gradient."""
-    polynomials: Literal["jordan", "quintic", "polar_express", "three_steps"] = "jordan"
-    """Muon's steps of Newton-Schulz. `jordan` brings singular values to between 0.7 and 1.2, `quintic` 0.98 and 1.03;
-    `three_steps`, of all above 0.01, to 0.73 and 1.27 by three steps in place of five."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay."""
-    cautious_decay: bool = False
-    """Decay a weight only in steps that also move it towards 0 (Chen et al. 2025)."""
-    falling_decay: bool = False
-    """Let weight decay follow the learning rate: `weight_decay` at the peak, none where the rate ends at 0."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the stored running means. bfloat16 halves their memory and needs decays of at most 0.98."""
     groups: tuple[ParameterGroup, ...] = ()
     """Tables of other settings for some weights, by name: [{pattern = "*norm*", lr = 0.5}]. The first match counts.
-    Keys: pattern, kind, lr (a factor), weight_decay, betas, rows (which Muon takes together, as those of a head)."""
+    Keys: pattern, kind, lr (a factor), weight_decay, betas."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -384,10 +376,10 @@ class Float8:
 
     enable: bool = False
     """Convert the linear layers of the blocks to float8 training."""
-    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise"] = "tensorwise"
-    """One scale per tensor, per row, per row with weight gradients in high precision, or per 128 values (Hopper)."""
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """One scale per tensor, per row, or per row with weight gradients in high precision."""
     kernels: Literal["compiler", "own"] = "compiler"
-    """What casts: the compiler, from torchao's code, or Triton kernels fused with SwiGLU, always with `blockwise`."""
+    """What casts: the compiler, from torchao's code, or Triton kernels fused with SwiGLU."""
     fast_accumulation: Literal["forward", "all"] = "forward"
     """Matmuls that a GPU sums in fewer bits: those of the forward, or also those of the gradients."""
     fsdp_all_gather: Literal["auto", "off"] = "auto"
@@ -397,7 +389,7 @@ class Float8:
     precompute_scale: Literal["auto", "off"] = "auto"
     """Compute the scales of all weights gathered in float8 by one all-reduce a step, not one each."""
     filter: Literal["auto", "all"] = "auto"
-    """Layers to convert. `auto`: those that gain by torchao's thresholds. `all`: all whose sizes 16 or 512 divides."""
+    """Layers to convert. `auto`: those that gain by torchao's thresholds. `all`: all whose sizes 16 divides."""
     skip: tuple[str, ...] = ("output",)
     """Layers whose name contains one of these stay in high precision."""
     always: tuple[str, ...] = ()

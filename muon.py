@@ -27,23 +27,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from config import Compile
 from parallel.gradients import compile_each_shape
 
-# Polynomials a x + b x^3 + c x^5 of singular values that are at most 1, applied one after another.
-POLYNOMIALS = {
-    # Jordan et al. 2024: between about 0.7 and 1.2 at the end, also from 0.005.
-    "jordan": ((3.4445, -4.7750, 2.0315),) * 5,
-    # Megatron-LM's: between 0.98 and 1.03 from 0.01.
-    "quintic": (
-        (4.0848, -6.8946, 2.9270), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037), (2.8769, -3.1427, 1.2046),
-        (2.8366, -3.0525, 1.2012),
-    ),
-    # Amsel et al. 2025, "The Polar Express": the best in the worst case from 0.001; with their margin of 1 %.
-    "polar_express": (
-        (8.2052, -22.9019, 16.4607), (4.0664, -2.8612, 0.5184), (3.9096, -2.8234, 0.5250),
-        (3.2856, -2.4153, 0.4853), (2.2779, -1.6198, 0.3985),
-    ),
-    # By the same method, from 0.01: between 0.73 and 1.27.
-    "three_steps": ((8.0934, -23.6204, 17.4462), (3.6366, -2.7219, 0.5365), (2.6613, -1.9772, 0.4526)),
-}  # fmt: skip
+# a x + b x^3 + c x^5 of singular values that are at most 1, five times: between about 0.7 and 1.2 at the end, also from
+# 0.005 (Jordan et al. 2024).
+POLYNOMIAL = (3.4445, -4.7750, 2.0315)
+STEPS = 5
 BATCH_NUMBERS = 2**24  # most numbers in matrices that a rank computes together: a larger one fills a GPU alone
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # running means of each kind of group
 ADAMW_RMS = 0.2  # of the elements of AdamW's updates, which Muon's match (Liu et al. 2025, "Muon is scalable")
@@ -81,7 +68,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["kind"] == "muon":
                 matrices += [(parameter, group) for parameter in trained]
-            elif self.state_dtype == torch.float32 and not group["cautious"]:
+            elif self.state_dtype == torch.float32:
                 self._step_fused_adamw(trained, group)
             else:
                 for parameter in trained:
@@ -110,17 +97,12 @@ class GroupedOptimizer(torch.optim.Optimizer):
         updates = [self._momentum(matrix, group["betas"][0]) for matrix, group in matrices]
         key = tuple(id(matrix) for matrix, _ in matrices)
         if key not in self.plans:
-            ways = [_way_of(matrix, group) for matrix, group in matrices]
-            self.plans[key] = plan_muon([matrix for matrix, _ in matrices], ways, self.group)
+            self.plans[key] = plan_muon([matrix for matrix, _ in matrices], self.group)
         orthogonalize_all(updates, self.plans[key], self.group)
         for (matrix, group), update in zip(matrices, updates, strict=True):
-            way = _way_of(matrix, group)
-            scale = ADAMW_RMS * math.sqrt(max(way.rows, way.shape[1]))
+            scale = ADAMW_RMS * math.sqrt(max(matrix.shape))
             weights = local(matrix)
-            shrink: Any = 1 - group["lr"] * group["weight_decay"]
-            if group["cautious"]:
-                shrink = torch.where(update * weights > 0, shrink, 1.0)
-            weights.mul_(shrink)
+            weights.mul_(1 - group["lr"] * group["weight_decay"])
             weights.add_(update, alpha=-group["lr"] * scale)
 
     def _momentum(self, parameter: Tensor, momentum: float) -> Tensor:
@@ -158,7 +140,7 @@ class GroupedOptimizer(torch.optim.Optimizer):
         shrink = torch.tensor(1 - group["lr"] * group["weight_decay"], dtype=torch.float32)
         rate = group["lr"] / (1 - beta1**step)
         correction = 1 - beta2**step
-        self.update_adamw(*tensors, shrink, rate, correction, beta1, beta2, group["eps"], group["cautious"])
+        self.update_adamw(*tensors, shrink, rate, correction, beta1, beta2, group["eps"])
 
 
 def local(x: Tensor) -> Tensor:
@@ -181,9 +163,8 @@ def _adamw_update(
     beta1: float,
     beta2: float,
     eps: float,
-    cautious: bool,
 ) -> None:
-    """One AdamW step, in place (Loshchilov and Hutter 2019, algorithm 2). `cautious`: as optimizer.cautious_decay.
+    """One AdamW step, in place (Loshchilov and Hutter 2019, algorithm 2).
 
     Numbers on the host: `shrink` is the factor of weight decay, `rate` the learning rate with the mean's bias
     correction, `correction` that of the mean square.
@@ -193,41 +174,22 @@ def _adamw_update(
     exp_avg.copy_(mean)
     exp_avg_sq.copy_(square)
     update = rate * mean / ((square / correction).sqrt() + eps)
-    if cautious:
-        shrink = torch.where(update * parameter > 0, shrink, 1.0)
     parameter.mul_(shrink).sub_(update)
 
 
-class Way(NamedTuple):
-    """How a matrix is orthogonalized. Those with the same way are computed together."""
-
-    shape: torch.Size
-    rows: int  # of the pieces that are orthogonalized apart
-    polynomials: str  # a key of POLYNOMIALS
-
-
-def _way_of(matrix: Tensor, group: dict[str, Any]) -> Way:
-    return Way(matrix.shape, group["rows"] or matrix.shape[0], group["polynomials"])
-
-
-def orthogonalize(matrices: Tensor, polynomials: str = "jordan") -> Tensor:
+def orthogonalize(matrices: Tensor) -> Tensor:
     """U S V^T with singular values S about 1, of matrices U X V^T [B, R, C]; of their type (Jordan et al. 2024).
 
     Newton-Schulz steps: each applies a polynomial to all singular values, by matmuls alone.
     """
+    a, b, c = POLYNOMIAL
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for a, b, c in POLYNOMIALS[polynomials]:
+    for _ in range(STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
-
-
-def _orthogonalize_pieces(matrices: Tensor, way: Way) -> Tensor:
-    """Orthogonalize matrices [B, R, C], each in pieces of `way.rows` rows."""
-    pieces = matrices.reshape(-1, way.rows, way.shape[1])
-    return orthogonalize(pieces, way.polynomials).reshape(matrices.shape)
 
 
 class Share(NamedTuple):
@@ -235,49 +197,49 @@ class Share(NamedTuple):
 
     number: int  # of the matrix
     owner: int
-    way: Way
+    shape: torch.Size
     parts: dict[int, Part]  # rank → what it holds
     senders: list[int]  # that hold one copy of the matrix between them, the owner's own part included
 
 
 class Plan(NamedTuple):
-    """Who computes which matrices, by their numbers. A batch has one way."""
+    """Who computes which matrices, by their numbers. Those of a batch have one shape."""
 
-    ways: Sequence[Way]
     batches: list[list[int]]  # of matrices that each rank holds whole
     rounds: list[list[Share]]  # of spread matrices: in a round each owner computes one batch
 
 
-def plan_muon(matrices: Sequence[Tensor], ways: Sequence[Way], group: dist.ProcessGroup | None) -> Plan:
+def plan_muon(matrices: Sequence[Tensor], group: dist.ProcessGroup | None) -> Plan:
     """Form batches. Each spread matrix has an owner, so that all ranks compute about the same."""
     whole = [number for number, matrix in enumerate(matrices) if not isinstance(matrix, DTensor)]
     shares = {}
     owned: dict[int, list[int]] = defaultdict(list)  # rank → matrices
     load = Counter[int]()  # rank → work
-    work = [way.shape.numel() * min(way.rows, way.shape[1]) for way in ways]
+    shapes = [matrix.shape for matrix in matrices]
+    work = [shape.numel() * min(shape) for shape in shapes]
     for number in sorted(range(len(matrices)), key=lambda number: -work[number]):
         matrix = matrices[number]
         if isinstance(matrix, DTensor):
             parts, copies = _spread_of(matrix.shape, matrix.device_mesh, matrix.placements, group)
             owner = min(parts, key=lambda rank: load[rank])
             senders = [rank for rank in parts if copies[rank] == copies[owner]]
-            shares[number] = Share(number, owner, ways[number], parts, senders)
+            shares[number] = Share(number, owner, matrix.shape, parts, senders)
             owned[owner].append(number)
             load[owner] += work[number]
     rounds = []
-    for batches in itertools.zip_longest(*(_form_batches(numbers, ways) for numbers in owned.values()), fillvalue=[]):
+    for batches in itertools.zip_longest(*(_form_batches(numbers, shapes) for numbers in owned.values()), fillvalue=[]):
         rounds.append([shares[number] for number in itertools.chain(*batches)])
-    return Plan(ways, _form_batches(whole, ways), rounds)
+    return Plan(_form_batches(whole, shapes), rounds)
 
 
-def _form_batches(numbers: Sequence[int], ways: Sequence[Way]) -> list[list[int]]:
-    """Batches of matrices of one way, each of at most BATCH_NUMBERS numbers or of a single matrix."""
-    alike: dict[Way, list[int]] = defaultdict(list)
+def _form_batches(numbers: Sequence[int], shapes: Sequence[torch.Size]) -> list[list[int]]:
+    """Batches of matrices of one shape, each of at most BATCH_NUMBERS numbers or of a single matrix."""
+    alike: dict[torch.Size, list[int]] = defaultdict(list)
     for number in numbers:
-        alike[ways[number]].append(number)
+        alike[shapes[number]].append(number)
     batches = []
-    for way, members in alike.items():
-        size = max(1, BATCH_NUMBERS // way.shape.numel())
+    for shape, members in alike.items():
+        size = max(1, BATCH_NUMBERS // shape.numel())
         batches += [members[first : first + size] for first in range(0, len(members), size)]
     return batches
 
@@ -324,8 +286,7 @@ def orthogonalize_all(updates: Sequence[Tensor], plan: Plan, group: dist.Process
     """
     for numbers in plan.batches:
         batch = torch.stack([updates[number] for number in numbers])
-        results = _orthogonalize_pieces(batch, plan.ways[numbers[0]])
-        for number, result in zip(numbers, results, strict=True):
+        for number, result in zip(numbers, orthogonalize(batch), strict=True):
             updates[number].copy_(result)
     gathers = (_gather(shares, updates, group) for shares in plan.rounds)
     arriving = next(gathers, None)
@@ -345,7 +306,7 @@ def _gather(
     own = [share for share in shares if share.owner == me]
     matrices = updates[0].new_empty(0)
     if own:
-        matrices = updates[0].new_empty(len(own), *own[0].way.shape)
+        matrices = updates[0].new_empty(len(own), *own[0].shape)
     outgoing: Pieces = defaultdict(list)
     incoming: Pieces = defaultdict(list)
     for share in shares:
@@ -369,7 +330,7 @@ def _compute_and_scatter(
         if me in share.parts:
             incoming[share.owner].append(updates[share.number])
     if own:
-        matrices = _orthogonalize_pieces(matrices, own[0].way)
+        matrices = orthogonalize(matrices)
     for share, matrix in zip(own, matrices, strict=True):
         for rank, part in share.parts.items():
             outgoing[rank].append(matrix[part])

@@ -94,9 +94,6 @@ def _group_fields(name: str, weight: Tensor, group: ParameterGroup, settings: se
     betas = {"optimizer.beta1": settings.beta1, "optimizer.beta2": settings.beta2}
     if kind == "muon":
         betas = {"optimizer.momentum": settings.momentum}
-    if group.rows and (kind != "muon" or weight.shape[0] % group.rows):
-        needed = f"must divide the rows of matrices that Muon trains; {name} is {list(weight.shape)}, of {kind}"
-        raise ConfigError(f"optimizer.groups: rows = {group.rows} of {group.pattern!r}: {needed}")
     if group.betas:
         asked = f"optimizer.groups: betas of {group.pattern!r}"
         if len(group.betas) != len(betas):
@@ -114,11 +111,6 @@ def _group_fields(name: str, weight: Tensor, group: ParameterGroup, settings: se
         "weight_decay": weight_decay,
         "betas": tuple(betas.values()),
         "eps": settings.eps,
-        "cautious": settings.cautious_decay,
-        "full_decay": weight_decay,
-        "peak": settings.lr if settings.falling_decay else 0.0,
-        "rows": group.rows,
-        "polynomials": settings.polynomials,
     }
 
 
@@ -291,8 +283,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, 
     rates = {"lr": lr}
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("factor", 1.0)
-        if group.get("peak"):
-            group["weight_decay"] = group["full_decay"] * lr / group["peak"]
         if group["lr"] != lr:
             rates[f"lr/{group['pattern']}"] = group["lr"]
     return rates

@@ -31,7 +31,7 @@ from float8.convert import convert_to_float8
 from models.llama import FLAVORS
 from models.llama.model import Llama
 
-RECIPES = ("tensorwise", "rowwise", "blockwise")
+RECIPES = ("tensorwise", "rowwise")
 SOURCES = ("norm", "copy", "gate", "gate_grad")
 TOKENS = 8192
 SAMPLE = 512, 1024  # the matrix whose bytes are counted
@@ -55,13 +55,12 @@ class Call(NamedTuple):
 
     def fewest(self) -> int:
         """Bytes per value that it must read and write, its maxima included."""
-        passes = 1 if self.recipe in ("blockwise", "squares") else 2
-        return passes * self.read() + self.written()
+        return 2 * self.read() + self.written()
 
 
 def kernels() -> list[tuple[Call, bool]]:
     """The kernels as they are launched: for which cast, and whether it is the one that finds maxima."""
-    found = [(Call("copy", "squares", True, True), False)]
+    found = []
     for recipe in RECIPES:
         for source in SOURCES:
             call = Call(source, recipe, True, source != "gate")
@@ -196,7 +195,7 @@ def measure_block(recipe: str, interpreter: Any) -> tuple[list[dict[str, Any]], 
         moved += found[call] * size
         fewest += call.fewest() * size
     # Of torch: two that find the maximum of a tensor, or one that sets maxima of lines to 0.
-    launches = {"tensorwise": 3, "rowwise": 3, "blockwise": 1}[recipe] * len(calls)
+    launches = 3 * len(calls)
     row = {"block": recipe, "casts": len(calls), "kernels": launches, "bytes / token": moved / TOKENS}
     rows.append(row | {"fewest / token": fewest / TOKENS, "ratio": moved / fewest})
     return rows, moved / fewest

@@ -61,7 +61,6 @@ DATASET, REHEARSAL = Path("datasets/stdlib"), Path("datasets/rehearsal")
 RECIPES = {
     "tensorwise": ("--float8.enable",),
     "rowwise": ("--float8.enable", "--float8.recipe=rowwise"),
-    "blockwise": ("--float8.enable", "--float8.recipe=blockwise"),
 }
 EVERY_LAYER = "--float8.filter=all"
 CHUNKS = ("--training.loss_chunks=2",)
@@ -137,11 +136,9 @@ def settings() -> dict[str, Run]:
     for recipe, options in RECIPES.items():
         name = f"float8, {recipe}"
         rows[name] = row(*options)
-        # Blockwise kernels are always own ones, torch refuses fast accumulation, the output stays in bfloat16.
-        own = recipe == "blockwise"
-        for gain in ("wk and wv too",) if own else GAINS:
+        for gain in GAINS:
             rows[f"{name}, {gain}"] = row(*options, *GAINS[gain], gain=GAINS[gain], beside=name)
-        for other in () if own else IMPRECISE:
+        for other in IMPRECISE:
             rows[f"{name}, {other}"] = row(*options, *IMPRECISE[other])
     return rows | {f"{BASE}, again": row()}
 
@@ -168,11 +165,7 @@ def rehearsal(run: Run) -> Run:
     options = [*run.options, "--training.param_dtype=float32", "--model.n_layers=1"]  # fast on every CPU
     if "--float8.enable" in options:
         options.append(EVERY_LAYER)
-    flavor = "tiny"
-    if "--float8.recipe=blockwise" in options:  # its layers need larger sizes
-        flavor = "1B"
-        options.append("--model.vocab_size=4096")
-    return Run(flavor, 64, 2, 4, tuple(options), run.steps, REHEARSAL, run.peer, run.context)
+    return Run("tiny", 64, 2, 4, tuple(options), run.steps, REHEARSAL, run.peer, run.context)
 
 
 # ---------------------------------------------------------------- what the device can do

@@ -116,7 +116,7 @@ def build_groups(rehearse: bool) -> dict[str, Group]:
 
     later = ("output too, whole logits", *gpu.IMPRECISE)
     first = ("", *(gain for gain in gpu.GAINS if gain not in later))
-    recipes = ("tensorwise", "bf16", "rowwise", "blockwise", "muon")
+    recipes = ("tensorwise", "bf16", "rowwise", "muon")
     peers = [name for name, run in runs.items() if run.peer and importlib.util.find_spec(run.peer)]
     shapes = {"any": 5} if rehearse else SHAPE_SECONDS
     groups = {
@@ -139,7 +139,7 @@ def kernels_unproven(row: str, results: Results) -> str:
     """Why a row must not be timed, as its own kernels have passed no test of the present code; empty if it may be."""
     recipe = next((recipe for recipe in gpu.RECIPES if recipe in row), "")
     is_test = row.startswith("test_kernels")
-    if is_test or (recipe != "blockwise" and "own kernels" not in row):
+    if is_test or "own kernels" not in row:
         return ""
     result = results.get(f"kernels, {recipe}: test_kernels and {recipe}", {})
     if "failed" in result:

@@ -5,7 +5,6 @@ Here they are plain torch; float8/kernels.py has them for CUDA. A source says wh
     gate        silu(g) * u            gate_grad  of g, u and a gradient those of g and u, and silu(g) * u for `columns`
 Shapes: M rows (tokens, or outputs of a weight), N columns. Scales are what to multiply float8 by.
     tensorwise  one, []                rowwise  powers of two, [M, 1]
-    blockwise   of 1 x 128, [M, N / 128], column by column        squares  of 128 x 128, [M / 128, N / 128]
 """
 
 from collections.abc import Sequence
@@ -15,8 +14,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-BLOCK = 128
 
 
 class Cast(NamedTuple):
@@ -57,22 +54,12 @@ def _output_dtype(output: int, e5m2: bool) -> torch.dtype:
 
 
 def multiply(a: Sequence[Tensor], b: Sequence[Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
-    """a [M, K] times the transposed of b [N, K], each with its scales. `fast`: a GPU sums in fewer bits.
-
-    Squares of b must be a multiple of 4 along K, otherwise cuBLASLt is silently wrong: float8/convert.py sees to it.
-    """
+    """a [M, K] times the transposed of b [N, K], each with its scales. `fast`: a GPU sums in fewer bits."""
     a_values, a_scales = a
     b_values, b_scales = b
-    tokens = len(a_values)
     if b_scales.dim():
         b_scales = b_scales.t()
-        # cuBLASLt needs blocks of a multiple of 4 rows. Only a forward without gradients has another number of them.
-        missing = -tokens % 4 if a_scales.shape[1] > 1 else 0
-        if missing:
-            a_values = F.pad(a_values.view(torch.uint8), (0, 0, 0, missing)).view(a_values.dtype)
-            a_scales = F.pad(a_scales.t(), (0, missing)).t()
-    product = torch._scaled_mm(a_values, b_values.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=fast)
-    return product if len(product) == tokens else product[:tokens]
+    return torch._scaled_mm(a_values, b_values.t(), a_scales, b_scales, out_dtype=dtype, use_fast_accum=fast)
 
 
 @torch.library.custom_op("titanite::to_float8", mutates_args=(), device_types="cpu")
@@ -109,11 +96,8 @@ def empty(
 
 def _empty_layout(recipe: str, x: Tensor, outputs: int, m: int, n: int) -> tuple[Tensor, Tensor]:
     """Bytes [outputs, m, n] and their scales, on the device of x."""
-    blocks = -(-n // BLOCK)
-    shapes = {"tensorwise": (), "rowwise": (m, 1), "blockwise": (blocks, m), "squares": (-(-m // BLOCK), blocks)}
-    scales = x.new_empty(outputs, *shapes[recipe], dtype=torch.float32)
-    if recipe == "blockwise":
-        scales = scales.mT
+    shape = (m, 1) if recipe == "rowwise" else ()
+    scales = x.new_empty(outputs, *shape, dtype=torch.float32)
     return x.new_empty(outputs, m, n, dtype=torch.uint8), scales
 
 
@@ -137,19 +121,9 @@ def _quantize(recipe: str, values: Tensor, maxima: Tensor, dtype: torch.dtype) -
     """Values [M, N] in float8, and what to multiply them by; torchao's arithmetic, in float64."""
     values = values.float()
     largest = torch.finfo(dtype).max
-    if recipe != "tensorwise":
-        height = BLOCK if recipe == "squares" else 1
-        width = values.shape[1] if recipe == "rowwise" else BLOCK
-        maxima = values.abs().unflatten(0, (-1, height)).unflatten(-1, (-1, width)).amax((1, 3))
+    if recipe == "rowwise":
+        maxima = values.abs().amax(1, keepdim=True)
     scale = (largest / maxima.double().clamp(min=1e-12)).float()
-    if recipe != "tensorwise":  # down to a power of two
+    if recipe == "rowwise":  # down to a power of two
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
-    return (values * spread(scale, values.shape)).clamp(-largest, largest).to(dtype), 1 / scale
-
-
-def spread(scale: Tensor, shape: torch.Size) -> Tensor:
-    """Repeat the scales of blocks until they broadcast to `shape`."""
-    for dim in range(scale.dim()):
-        if 1 < scale.shape[dim] < shape[dim]:
-            scale = scale.repeat_interleave(BLOCK, dim).narrow(dim, 0, shape[dim])
-    return scale
+    return (values * scale).clamp(-largest, largest).to(dtype), 1 / scale

@@ -13,7 +13,6 @@ from torch import nn
 
 import config as settings
 from config import Config, ConfigError
-from float8.casts import BLOCK
 from float8.cpu import replace_matmul
 from parallel.originals import check_forward, check_original
 
@@ -22,11 +21,6 @@ logger = logging.getLogger(__name__)
 # Digests of the model's linear and output layers that float8 layers compute, see parallel/originals.py.
 LINEAR = ("288dc45ee651", "f9c13d2b755c")
 LOGITS = "fda68fd1d73c"
-# What 4 scales of 128 x 128 cover. cuBLASLt reads a weight's scales in columns of a multiple of 4 along what a matmul
-# sums, and is silently wrong where there are fewer ("Scaling factors layouts" in its documentation;
-# github.com/pytorch/pytorch/pull/166752). A forward sums in_features and a gradient of inputs sums out_features. The
-# gradient of a weight sums tokens, but has no squares: its scales of 1 x 128 need no more than whole blocks.
-FOUR_BLOCKS = 4 * BLOCK
 ONE_SCALE = "tensorwise"  # the recipe with one scale per tensor, independent of which rank holds which rows
 
 
@@ -52,20 +46,14 @@ def check_float8(config: Config, here: bool = True) -> None:
     _check_tokens(config)
     # CPUs need no check: they compute float8 matmuls for real, if not fast.
     if here and torch.cuda.is_available():
-        _check_gpu(float8)
+        _check_gpu()
 
 
 def _check_recipe(float8: settings.Float8) -> None:
-    if not own_kernels(float8):
-        return
     asked = 'float8.kernels = "own"'
-    if float8.recipe == "blockwise":
-        asked = 'float8.recipe = "blockwise"'
-        if float8.fast_accumulation == "all":
-            raise ConfigError(f'{asked}: cannot be used with float8.fast_accumulation = "all"')
-    if float8.emulate:
+    if own_kernels(float8) and float8.emulate:
         raise ConfigError(f"{asked}: cannot be used with float8.emulate = true")
-    if float8.recipe == "rowwise_with_gw_hp":
+    if own_kernels(float8) and float8.recipe == "rowwise_with_gw_hp":
         raise ConfigError(f'{asked}: cannot be used with float8.recipe = "{float8.recipe}"')
 
 
@@ -75,7 +63,7 @@ def _check_tokens(config: Config) -> None:
     training, parallelism = config.training, config.parallelism
     sequences = training.local_batch_size if parallelism.pp == 1 else parallelism.pp_microbatch_size
     tokens = sequences * training.max_seq_len // parallelism.cp
-    multiple = BLOCK if config.float8.recipe == "blockwise" else 16
+    multiple = 16
     float8 = config.float8
     is_skipped = any(part in "output" for part in float8.skip)
     is_output_in_float8 = any(part in "output" for part in float8.always) or not is_skipped
@@ -89,19 +77,12 @@ def _check_tokens(config: Config) -> None:
         )
 
 
-def _check_gpu(float8: settings.Float8) -> None:
+def _check_gpu() -> None:
     name = torch.cuda.get_device_name()
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
         needed = "has no float8 matmul, as from compute capability 8.9 on; float8.emulate = true tries the numerics"
         raise ConfigError(f"float8.enable = true: {name} {needed}")
-    version = torch.version.cuda or "0.0"
-    numbers = [int(number) for number in version.split(".")]
-    if float8.recipe == "blockwise" and (capability != (9, 0) or numbers < [12, 9]):
-        raise ConfigError(
-            'float8.recipe = "blockwise": needs a Hopper GPU, of compute capability 9.0, and CUDA 12.9; '
-            f"here is {name} with a torch for CUDA {version}"
-        )
 
 
 def convert_to_float8(
@@ -146,7 +127,7 @@ def convert_to_float8(
 
 def own_kernels(float8: settings.Float8) -> bool:
     """Whether layers cast by the kernels of float8/kernels.py, not as torchao does."""
-    return float8.enable and (float8.kernels == "own" or float8.recipe == "blockwise")
+    return float8.enable and float8.kernels == "own"
 
 
 def _check_edits(name: str, linear: nn.Linear, float8: settings.Float8) -> None:
@@ -182,7 +163,7 @@ def build_linear_config(float8: settings.Float8) -> Any:
     """
     from torchao.float8.config import Float8GemmConfig, Float8LinearConfig
 
-    recipe = Float8LinearConfig.from_recipe_name("rowwise" if float8.recipe == "blockwise" else float8.recipe)
+    recipe = Float8LinearConfig.from_recipe_name(float8.recipe)
     if float8.fast_accumulation == "all":
         fast = Float8GemmConfig(use_fast_accum=True)
         recipe = dataclasses.replace(recipe, gemm_config_grad_input=fast, gemm_config_grad_weight=fast)
@@ -218,11 +199,10 @@ def _reason_to_skip(linear: nn.Linear, name: str, float8: settings.Float8, tp: i
         if part in name and not always:
             return f"float8.skip names {part!r}"
     shape = f"{linear.out_features} x {linear.in_features}"
-    multiple = FOUR_BLOCKS if float8.recipe == "blockwise" else 16
-    each = multiple * tp  # of both sizes, since only the model's plan knows which of them tp splits
+    each = 16 * tp  # of both sizes, since only the model's plan knows which of them tp splits
     if linear.in_features % each or linear.out_features % each:
         ranks = f" on each of {tp} ranks" if tp > 1 else ""
-        return f"{shape} is not divisible by {multiple}{ranks}"
+        return f"{shape} is not divisible by 16{ranks}"
     if float8.filter == "all" or always:
         return ""
     # torchao's thresholds, measured on H100 GPUs. For recipes without their own rowwise's are taken.

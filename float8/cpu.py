@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from float8.casts import spread
-
 
 @functools.cache  # once per process
 def replace_matmul() -> Library:
@@ -38,13 +36,13 @@ def scaled_mm(
 ) -> Tensor:
     """torch._scaled_mm, summed in float32. Returns (M, N).
 
-    Scales have one element, or shapes (M, 1) and (1, N), or one for each block of 128 values, or of 128 x 128.
+    Scales have one element, or shapes (M, 1) and (1, N).
 
     Raises NotImplementedError for a `scale_result`, which only float8 results need.
     """
     if scale_result is not None:
         raise NotImplementedError("scale_result")
-    y_MN = (a_MK.float() * spread(scale_a, a_MK.shape)) @ (b_KN.float() * spread(scale_b, b_KN.shape))
+    y_MN = (a_MK.float() * scale_a) @ (b_KN.float() * scale_b)
     if bias_N is not None:
         y_MN += bias_N
     return y_MN.to(out_dtype or a_MK.dtype)

@@ -91,12 +91,8 @@ def _store_rows(
     scale, inverse = _scale(maximum, RECIPE, E5M2)
     if RECIPE == "tensorwise":
         tl.store(scales_ptr, inverse, mask=row_block + col_block == 0)
-    elif RECIPE == "squares":
-        tl.store(scales_ptr + row_block * (N // cols.shape[0]) + col_block, inverse)
     else:
-        first = col_block * M if RECIPE == "blockwise" else 0
-        writes = inside if RECIPE == "blockwise" else inside & (col_block + 0 * rows == 0)
-        tl.store(scales_ptr + first + rows, inverse, mask=writes)
+        tl.store(scales_ptr + rows, inverse, mask=inside & (col_block + 0 * rows == 0))
         scale = scale[:, None]
     data_ptr += row_block.to(tl.int64) * rows.shape[0] * N
     places = tl.arange(0, rows.shape[0])[:, None] * N + cols[None, :]
@@ -118,22 +114,13 @@ def cast_kernel(
     cols = col_block * BN + tl.arange(0, BN)
     tiles = _tiles(a_ptr, b_ptr, c_ptr, rows, cols, M, N, SOURCE)
     for i in tl.static_range(3 if SOURCE == "gate_grad" else 1):
-        if (
-            i == 2 and RECIPE == "blockwise"
-        ):  # read again, from the nearest cache: kept, it would not fit into registers
-            tl.debug_barrier()
-            tiles = _tiles(a_ptr, b_ptr, c_ptr, rows, cols, M, N, "gate")
-        size = tl.abs(tiles[i].to(tl.float32))
         start = tl.cast(M, tl.int64) * N * i
         if RECIPE == "rowwise":
             lines_ptr = maxima_ptr + i * (M + N)
             of_rows = tl.load(lines_ptr + rows, mask=rows < M, other=0.0)
             of_columns = tl.load(lines_ptr + M + cols, mask=cols < N, other=0.0)
-        elif RECIPE == "blockwise":
-            of_rows = tl.max(size, axis=1)
-            of_columns = tl.max(size, axis=0)
         else:
-            of_rows = tl.load(maxima_ptr + i) if RECIPE == "tensorwise" else tl.max(size)
+            of_rows = tl.load(maxima_ptr + i)
             of_columns = of_rows
         if ROWS and i < 2:
             _store_rows(
@@ -149,8 +136,6 @@ def cast_kernel(
 
 def tile_shape(source: str, recipe: str, collects: bool = False) -> tuple[int, int, int]:
     """Rows and columns of a tile, and warps: the most that fits into registers (benchmarks.float8_kernels)."""
-    if recipe in ("blockwise", "squares"):
-        return 128, 128, 8
     warps = 16 if (source, recipe) == ("gate_grad", "rowwise") else 8
     return (32, 256, warps) if collects else (64, 128, warps)
 

@@ -24,7 +24,7 @@ if torch.cuda.is_available():
 # Digests of the model's SwiGLU and norm that are computed here, see parallel/originals.py.
 FEED_FORWARD = "eb3c0fb914cb"
 NORM = "dfc2e86b4b55"
-INSTEAD = 'float8.kernels = "compiler" and another recipe than blockwise'
+INSTEAD = 'float8.kernels = "compiler"'
 How = tuple[str, bool]  # the recipe, and whether backward's matmuls sum in fewer bits
 # Llama's norms, and the layers that alone read what they return.
 READERS = {
@@ -59,17 +59,14 @@ def _weight(weight: Tensor, recipe: str, columns: bool) -> tuple[Tensor, Tensor]
     if isinstance(weight, Float8TrainingTensor):
         data = weight._data.t().contiguous() if columns else weight._data
         return data, weight._scale.reciprocal()
-    scaling = "squares" if recipe == "blockwise" else recipe
-    (found,) = cast("copy", scaling, [weight], rows=not columns, columns=columns)
+    (found,) = cast("copy", recipe, [weight], rows=not columns, columns=columns)
     return found[2:] if columns else found[:2]
 
 
 def _multiply(x: Cast, weight: Tensor, how: How, dtype: torch.dtype, backward: bool = False) -> Tensor:
-    """x [M, K] times the transposed of weight [N, K], or backward dy [M, N] times it. Blocks are not summed fast."""
+    """x [M, K] times the transposed of weight [N, K], or backward dy [M, N] times it."""
     recipe, fast = how
-    if not backward:
-        fast = recipe != "blockwise"
-    return multiply(x[:2], _weight(weight, recipe, backward), dtype, fast)
+    return multiply(x[:2], _weight(weight, recipe, backward), dtype, fast or not backward)
 
 
 def _cast_gradient(grad: Tensor, recipe: str) -> Cast:

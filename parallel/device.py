@@ -48,8 +48,3 @@ def choose_param_dtype(config: Config) -> Config:
     if began and began.training.param_dtype != "auto":
         dtype = began.training.param_dtype
     return replace(config, training=replace(training, param_dtype=dtype))
-
-
-def bfloat16_is_slow(device: torch.device) -> bool:
-    """Whether torch multiplies bfloat16 a hundred times slower than float32, as on a CPU without AVX-512."""
-    return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -73,8 +73,8 @@ DEVICES = MappingProxyType(
 )  # fmt: skip
 
 # Fitted, like the devices' shares, on the rows that benchmarks/plan.py marks.
-# The part of the memory's share that kernels with casts to float8 reach; those of the last two are guesses.
-CAST_SHARES = {"tensorwise": 0.85, "rowwise": 0.58, "rowwise_with_gw_hp": 0.72, "blockwise": 0.58}
+# The part of the memory's share that kernels with casts to float8 reach; that of the last is a guess.
+CAST_SHARES = {"tensorwise": 0.85, "rowwise": 0.58, "rowwise_with_gw_hp": 0.72}
 MATMUL_SHOWS = 0.5  # of what a matmul reads and writes, not hidden by its operations
 NETWORK_SHARE = 0.75  # of a link's or the network's bandwidth, for a collective
 CALL_SECONDS = 20e-6  # of a collective between kernels, beside what its bytes take

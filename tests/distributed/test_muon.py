@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from checkpoint.manager import CheckpointManager
-from config import ConfigError, Optimizer, ParameterGroup, from_dict, load_config, to_toml
+from config import ConfigError, Optimizer, from_dict, load_config, to_toml
 from muon import GroupedOptimizer, orthogonalize
 from optim import build_groups, build_optimizer, set_learning_rate
 from tests.harness import run_ranks
@@ -71,72 +71,22 @@ def test_in_bfloat16_it_is_torchs_muon(state_dtype: Any) -> None:
     assert optimizer.state[ours["layers"].weight]["momentum_buffer"].dtype == getattr(torch, state_dtype)
 
 
-@pytest.mark.parametrize(
-    ("polynomials", "smallest", "low", "high"),
-    [
-        ("jordan", 0.005, 0.68, 1.21),
-        ("quintic", 0.01, 0.97, 1.04),
-        ("polar_express", 0.003, 0.86, 1.14),
-        ("three_steps", 0.01, 0.73, 1.27),
-    ],
-)
-def test_polynomials_bring_singular_values_near_1(polynomials: str, smallest: float, low: float, high: float) -> None:
+def test_singular_values_come_near_1() -> None:
     """Known singular vectors stay, and a matrix becomes in a batch what it becomes alone."""
     generator = torch.Generator().manual_seed(0)
     left = torch.linalg.qr(torch.randn(3, 90, 40, dtype=torch.float64, generator=generator)).Q
     right = torch.linalg.qr(torch.randn(3, 40, 40, dtype=torch.float64, generator=generator)).Q
-    values = torch.logspace(math.log10(smallest), -1, 40, dtype=torch.float64)
+    values = torch.logspace(math.log10(0.005), -1, 40, dtype=torch.float64)
     values[-1] = (1 - values[:-1].square().sum()).sqrt()
     matrices = (left * values @ right).float()
-    results = orthogonalize(matrices, polynomials)
+    results = orthogonalize(matrices)
     along = left.mT @ results.double() @ right.mT
     found = along.diagonal(dim1=1, dim2=2)
-    assert low < found.min()
-    assert found.max() < high
+    assert found.min() > 0.68
+    assert found.max() < 1.21
     torch.testing.assert_close(along, torch.diag_embed(found), rtol=0, atol=1e-4)
     for matrix, result in zip(matrices, results, strict=True):
-        torch.testing.assert_close(orthogonalize(matrix[None], polynomials)[0], result, rtol=0, atol=1e-5)
-
-
-def test_heads_are_orthogonalized_apart() -> None:
-    """As if each were a weight of its own, of torch's Muon."""
-    torch.manual_seed(0)
-    weight = torch.randn(48, 24)
-    grad = torch.randn(48, 24)
-    heads = [nn.Parameter(head.clone()) for head in weight.split(16)]
-    model = nn.ModuleDict({"layers": nn.Linear(24, 48, bias=False)})
-    model["layers"].weight.data.copy_(weight)
-    groups = (ParameterGroup(pattern="layers*", rows=16),)
-    optimizer = build_optimizer([model], Optimizer(name="muon", lr=0.1, groups=groups), param_dtype="bfloat16")
-    reference = torch.optim.Muon(heads, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
-    model["layers"].weight.grad = grad.clone()
-    for head, part in zip(heads, grad.split(16), strict=True):
-        head.grad = part.clone()
-    optimizer.step()
-    reference.step()
-    assert torch.equal(model["layers"].weight, torch.cat(heads))
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_cautious_and_falling_decay(kind: str) -> None:
-    """The update is that without decay. The rate is at half of its peak, so the decay is too."""
-    torch.manual_seed(0)
-    weight = torch.randn(40, 24)
-    grad = torch.randn(40, 24)
-    after = {}
-    for decay in (0.0, 0.3):
-        model = nn.ModuleDict({"layers": nn.Linear(24, 40, bias=False)})
-        model["layers"].weight.data.copy_(weight)
-        model["layers"].weight.grad = grad.clone()
-        options = {"name": kind, "lr": 0.2, "weight_decay": decay, "cautious_decay": True, "falling_decay": True}
-        optimizer = build_optimizer([model], from_dict({"optimizer": options}).optimizer)
-        set_learning_rate(optimizer, 0.1)
-        optimizer.step()
-        after[decay] = model["layers"].weight.detach()
-    update = weight - after[0.0]
-    toward_0 = (update > 0) == (weight > 0)
-    expected = torch.where(toward_0, weight * (1 - 0.1 * 0.15), weight) - update
-    torch.testing.assert_close(after[0.3], expected)
+        torch.testing.assert_close(orthogonalize(matrix[None])[0], result, rtol=0, atol=1e-5)
 
 
 def numbers_sent() -> tuple[int, int]:
@@ -186,9 +136,8 @@ def resume_without_a_step(arguments: list[str]) -> None:
 
 
 def test_a_run_is_resumed_with_the_same_bits_and_in_any_layout(small: tuple[str, ...], tmp_path: Path) -> None:
-    heads = '--optimizer.groups=[{pattern = "*.w[qk].weight", rows = 16}]'
-    decay = ["--optimizer.cautious_decay=true", "--optimizer.falling_decay=true"]
-    words = [*small, "--optimizer.name=muon", "--optimizer.polynomials=quintic", heads, *decay]
+    slower = '--optimizer.groups=[{pattern = "*.w[qk].weight", lr = 0.5}]'
+    words = [*small, "--optimizer.name=muon", slower]
     launch(2, tmp_path / "whole", words)
     launch(2, tmp_path / "other", words, 7)
     shutil.copytree(tmp_path / "other", tmp_path / "cut")
@@ -243,8 +192,6 @@ def test_groups_are_chosen_by_the_first_pattern() -> None:
         ('[{kind = "muon"}]', "norm.weight is no matrix"),
         ('[{betas = [0.9]}]', r"betas of '\*': \[0.9\], but adamw has 2"),
         ('[{patern = "*"}]', "optimizer.groups.patern: unknown key; one of pattern, kind"),
-        ('[{pattern = "layers*", rows = 3}]', r"rows = 3 of 'layers\*': must divide .*wq.weight is \[4, 4\], of muon"),
-        ('[{pattern = "norm*", rows = 2}]', r"norm.weight is \[4\], of adamw"),
         ('[{lr = -1}]', "optimizer.groups.lr = -1.0: must be a number >= 0"),
         ('["*norm*"]', "must be a table"),
     ],

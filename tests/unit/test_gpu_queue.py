@@ -145,8 +145,9 @@ def test_rows_are_settings_that_exist_and_tests_of_kernels_come_before_what_wait
     for recipe in gpu.RECIPES:
         name = f"kernels, {recipe}"
         assert choose(name, groups[name], {}, set(), False, 1000) == [f"test_kernels and {recipe}"]
-    assert "float8, blockwise" in groups["settings"].seconds
-    assert "float8, blockwise" not in choose("settings", groups["settings"], {}, set(), False, 1000)
+    own = "float8, rowwise, own kernels"
+    assert own in groups["settings"].seconds
+    assert own not in choose("settings", groups["settings"], {}, set(), False, 1000)
 
 
 def test_ratios_are_to_the_row_as_in_the_models_and_half_the_sequences_are_tried(
