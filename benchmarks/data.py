@@ -1,17 +1,18 @@
-"""The data loader against others on the same corpus, and its bars: growth, mixtures, prepare, S3.
+"""The data loader against others on the same corpus, a mixture, and `data.prepare`, with their bars.
 
     pip install -r requirements-bench.txt          the other loaders; without them only ours is measured
     python -m benchmarks.data [PART ...] [--quick] [--check]
     python -m benchmarks.data prepare --megabytes=1000 --rounds=1
 
-Parts: loaders, mixture, growth, prepare, s3 (default: all). The corpus is 200 M random tokens in documents of
-log-normal length, mean 600. Each row comes from its own process; CPU seconds include its workers. A batch is
-16 sequences of 4,096 tokens, as int64 tensors of inputs and labels. `documents` says whether a loader shuffles
-documents and tells where they begin.
+Parts: loaders, mixture, prepare (default: all). The corpus is 200 M random tokens in documents of log-normal length,
+mean 600. Each row comes from its own process; CPU seconds include its workers. A batch is 16 sequences of 4,096 tokens,
+as int64 tensors of inputs and labels. Others get the same tokens as their documentation recommends for fixed-length
+samples, so none of them shuffles documents or says where they begin.
 """
 
 import argparse
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -21,18 +22,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import torch
+from torch import Tensor
 
-from benchmarks.data_growth import BATCH, SEQ_LEN, write_simulated
-from benchmarks.data_peers import PEERS, Opened
 from benchmarks.report import build_parser, finish, print_row
 from config import Config, from_dict
 from data.place import Place
@@ -42,6 +42,7 @@ from data.writer import write_manifest, write_shard
 from tests.dask_cluster import Cluster
 
 VOCAB_SIZE, MEAN_DOCUMENT = 50_000, 600
+SEQ_LEN, BATCH = 4096, 16
 RESUMES = 5  # the median is reported
 Row = dict[str, Any]
 Bars = list[tuple[str, bool]]
@@ -78,7 +79,7 @@ def write_ours(folder: Path, ids: np.ndarray, offsets: np.ndarray, block_bytes: 
     tokenizer.save(folder)
     cuts = np.linspace(0, len(offsets) - 1, 5).astype(int)
     written = []
-    for number, (first, stop) in enumerate(pairwise(cuts)):
+    for number, (first, stop) in enumerate(itertools.pairwise(cuts)):
         part = (offsets[first : stop + 1] - offsets[first]).astype(np.int32)
         documents = pa.ListArray.from_arrays(part, ids[offsets[first] : offsets[stop]], type=token_type("uint16"))
         written.append(write_shard(Place(str(folder)), "train", number, documents, block_bytes))
@@ -95,6 +96,132 @@ def our_config(folders: list[Path], **data: Any) -> Config:
     )
 
 
+# ---------------------------------------------------------------- other loaders
+
+
+class Opened(NamedTuple):
+    """An open loader."""
+
+    batches: Iterator[Any]  # (tokens, labels, ...), int64 [BATCH, seq_len]
+    state: Callable[[], Any]
+    close: Callable[[], None] = lambda: None
+
+
+class Peer(NamedTuple):
+    """How to write data for another loader, and how to open it."""
+
+    module: str
+    write: Callable[[Path, np.ndarray], None]
+    open: Callable[[Path, Any, int], Opened]  # (folder, state or None, worker processes)
+    workers: tuple[int, ...]
+
+
+def _halves(rows: Tensor) -> tuple[Tensor, Tensor]:
+    rows = rows.to(torch.int64)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def _opened(loader: Any, state: Any) -> Opened:
+    """Open a torch DataLoader that has a state, for epoch after epoch."""
+    if state is not None:
+        loader.load_state_dict(state)
+
+    def batches() -> Iterator[Any]:
+        while True:
+            yield from map(_halves, loader)
+
+    return Opened(batches(), loader.state_dict)
+
+
+def write_flat(root: Path, samples: np.ndarray) -> None:
+    if not (root / "samples.npy").exists():
+        np.save(root / "samples.npy", samples)
+
+
+def open_memmap(root: Path, state: Any, workers: int) -> Opened:
+    samples = np.load(root / "samples.npy", mmap_mode="r")
+    firsts = itertools.count(state or 0, BATCH)
+
+    def batch() -> Any:
+        first = next(firsts) % (len(samples) - BATCH)
+        return _halves(torch.from_numpy(samples[first : first + BATCH].astype(np.int64)))
+
+    return Opened(iter(batch, None), lambda: next(firsts))
+
+
+class _Samples(torch.utils.data.Dataset):
+    def __init__(self, path: Path) -> None:
+        self.samples = np.load(path, mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.from_numpy(self.samples[index].astype(np.int64))
+
+
+def open_torchdata(root: Path, state: Any, workers: int) -> Opened:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    samples = _Samples(root / "samples.npy")
+    loader = StatefulDataLoader(samples, batch_size=BATCH, shuffle=True, num_workers=workers, drop_last=True)
+    return _opened(loader, state)
+
+
+def write_streaming(root: Path, samples: np.ndarray) -> None:
+    from streaming import MDSWriter
+
+    columns = {"tokens": f"ndarray:uint16:{samples.shape[1]}"}
+    with MDSWriter(out=str(root / "mds"), columns=columns, compression=None) as writer:
+        for sample in samples:
+            writer.write({"tokens": sample})
+
+
+def open_streaming(root: Path, state: Any, workers: int) -> Opened:
+    from streaming import StreamingDataLoader, StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
+
+    clean_stale_shared_memory()
+    dataset = StreamingDataset(local=str(root / "mds"), shuffle=True, batch_size=BATCH)
+
+    def collate(items: list[Any]) -> Tensor:
+        return torch.from_numpy(np.stack([item["tokens"] for item in items]).astype(np.int64))
+
+    loader = StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers, collate_fn=collate, drop_last=True)
+    return _opened(loader, state)
+
+
+def write_litdata(root: Path, samples: np.ndarray) -> None:
+    from litdata import TokensLoader
+    from litdata.streaming.writer import BinaryWriter
+
+    (root / "litdata").mkdir()
+    block = samples.shape[1]
+    writer = BinaryWriter(cache_dir=str(root / "litdata"), chunk_bytes=64 * 2**20, item_loader=TokensLoader(block))
+    for i, part in enumerate(np.array_split(samples, max(1, len(samples) // 64))):
+        writer[i] = torch.from_numpy(part.reshape(-1).astype(np.int32))
+    writer.done()
+    writer.merge()
+
+
+def open_litdata(root: Path, state: Any, workers: int) -> Opened:
+    from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
+
+    samples = np.load(root / "samples.npy", mmap_mode="r")
+    dataset = StreamingDataset(
+        str(root / "litdata"), item_loader=TokensLoader(block_size=samples.shape[1]), shuffle=True, drop_last=True
+    )
+    return _opened(StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers), state)
+
+
+PEERS = {
+    "numpy memory map": Peer("numpy", write_flat, open_memmap, (0,)),
+    "torchdata": Peer("torchdata", write_flat, open_torchdata, (0, 2)),
+    "streaming": Peer("streaming", write_streaming, open_streaming, (0, 1, 2)),
+    "litdata": Peer("litdata", write_litdata, open_litdata, (0, 1, 2)),
+}
+
+
 # ---------------------------------------------------------------- one loader in its own process
 
 
@@ -109,8 +236,6 @@ def open_ours(folders: list[Path], state: Any = None, **data: Any) -> Opened:
 
 def measure(name: str, open_loader: Callable[[Any], Opened], tokens: int) -> Row:
     """Measure speed, state and resume of one loader, without its imports."""
-    import torch
-
     torch.set_num_threads(1)
     open_loader(None).close()  # imports, page cache
     loader = open_loader(None)
@@ -219,35 +344,14 @@ def _measure_all(rows: list[list[Any]]) -> list[Row]:
     return found
 
 
-def growth(root: Path, quick: bool) -> tuple[list[Row], Bars]:
-    """Measure what size costs: an index of 10 T tokens in 2.5 M blocks, against one of 2,500 blocks."""
-    rows = []
-    for blocks in (2_500, 2_500_000):
-        write_simulated(root / str(blocks), blocks, words_tokenizer())
-        command = [sys.executable, "-m", "benchmarks.data_growth", str(root / str(blocks))]
-        rows.append(json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
-        print_row(rows[-1])
-    small, large = rows
-    return rows, [
-        ("growth: start within 3 s", large["start_s"] <= 3),
-        ("growth: 300 MB", large["memory_MB"] <= 300),
-        ("growth: cost per batch unchanged within 20 %", large["batch_us"] <= 1.2 * small["batch_us"]),
-    ]
-
-
 def prepare(root: Path, quick: bool, megabytes: int = 200, rounds: int = 3) -> tuple[list[Row], Bars]:
     """Measure `data.prepare`, with its start-up, against `encode_batch_fast` of the same text in a running process.
 
     In tokens/s on the same cores, and per CPU second of all processes, as medians of rounds. A cluster's workers start
     before them. `megabytes` of text are Python's library, repeated.
     """
-    with ExitStack() as kept:
-        if quick:
-            return _prepare(root, 25, 1, kept)
-        return _prepare(root, megabytes, rounds, kept)
-
-
-def _prepare(root: Path, megabytes: int, rounds: int, kept: ExitStack) -> tuple[list[Row], Bars]:
+    if quick:
+        megabytes, rounds = 25, 1
     from data.sources import documents, list_files, plan_units
 
     texts = []
@@ -280,20 +384,21 @@ def _prepare(root: Path, megabytes: int, rounds: int, kept: ExitStack) -> tuple[
         return prepare_to
 
     ways = {"all cores": prepare_with(), "1 process": prepare_with("--processes=1"), "encode_batch_fast": encode}
-    if importlib.util.find_spec("distributed") is not None:
-        cluster = kept.enter_context(Cluster(root, {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}))
-        cluster.add_workers(2)
-        ways["a cluster of 2 workers"] = prepare_with(f"--cluster={cluster.address}")
-    speeds: dict[str, list[float]] = {name: [] for name in ways}
-    costs: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, work in ways.items():
-            begin = time.perf_counter()
-            cpu = _cpu_seconds()
-            tokens = work(root / "prepared")
-            speeds[name].append(tokens / (time.perf_counter() - begin))
-            costs[name].append(tokens / (_cpu_seconds() - cpu))
-            shutil.rmtree(root / "prepared", ignore_errors=True)
+    with ExitStack() as kept:
+        if importlib.util.find_spec("distributed") is not None:
+            cluster = kept.enter_context(Cluster(root, {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}))
+            cluster.add_workers(2)
+            ways["a cluster of 2 workers"] = prepare_with(f"--cluster={cluster.address}")
+        speeds: dict[str, list[float]] = {name: [] for name in ways}
+        costs: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(rounds):
+            for name, work in ways.items():
+                begin = time.perf_counter()
+                cpu = _cpu_seconds()
+                tokens = work(root / "prepared")
+                speeds[name].append(tokens / (time.perf_counter() - begin))
+                costs[name].append(tokens / (_cpu_seconds() - cpu))
+                shutil.rmtree(root / "prepared", ignore_errors=True)
     rows: list[Row] = []
     for name in ways:
         speed = statistics.median(speeds[name])
@@ -305,23 +410,7 @@ def _prepare(root: Path, megabytes: int, rounds: int, kept: ExitStack) -> tuple[
     return rows, [("prepare: 0.9 of encode_batch_fast", rows[0]["ratio"] >= 0.9)]
 
 
-def s3(root: Path, quick: bool) -> tuple[list[Row], Bars]:
-    """Read at 180,000 tokens/s from a real S3 server that answers a fifth of the requests with 503, with an outage."""
-    from benchmarks.data_s3 import measure_s3
-
-    if quick:
-        write_ours(root / "s3", *corpus(8_000_000, seed=0), block_bytes=2**20)
-    else:
-        write_ours(root / "s3", *corpus(40_000_000, seed=0))
-    row = measure_s3(root / "s3", our_config, seconds=20 if quick else 120, outage_seconds=5 if quick else 30)
-    print_row(row)
-    return [row], [
-        ("s3: data wait of at most 1 % of the step", row["wait_pct"] <= 1),
-        ("s3: the same batches as from the folder", row["identical"]),
-    ]
-
-
-PARTS = {"loaders": loaders, "mixture": mixture, "growth": growth, "prepare": prepare, "s3": s3}
+PARTS = {"loaders": loaders, "mixture": mixture, "prepare": prepare}
 
 
 def main() -> int:

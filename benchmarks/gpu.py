@@ -1,26 +1,27 @@
-"""The speed of train.py on one GPU, beside what the GPU can do, beside a transformers loop of the same model, and with
-one setting changed at a time.
+"""The speed of train.py on one GPU, beside what the GPU can do, beside other loops of the same model, and with one
+setting changed at a time.
 
-    python -m benchmarks.gpu [--rows "NAME;..."] [--add "NAME=OPTIONS"] [--rehearse] [--check] [--json FILE]
+    python -m benchmarks.gpu [--rows "NAME;..."] [--rehearse] [--check] [--json FILE]
 
-Rows are measured in one process, one after another, and each is written as soon as it is there. `benchmarks.gpu_queue`
-gives each row of a whole model a process of its own, and ends in time. If memory runs out, half as many sequences at
-once are tried. A training row runs train.py itself: some steps to compile and warm up, some timed together (waiting for
-the device only at their ends), one under torch's profiler for the shares of the step. Peers do the same steps.
-`roofline` is tokens/s over what the measured matmul peaks allow if only matmuls and attention took time (attention at
-the bfloat16 peak, its causal half). `TFLOP/s` counts a token as 6 x (parameters without the embedding + layers x heads
-x head_dim x seq_len), so attention's causal half, as NVIDIA's tables do; MFU counts all of attention, as torchtitan's.
+`benchmarks.gpu_queue` measures the same rows in an order and in a given time. Rows are measured in one process, one
+after another, and each is written as soon as it is there. If memory runs out, half as many sequences at once are tried.
+A training row runs train.py itself: some steps to compile and warm up, some timed together (waiting for the device only
+at their ends), one under torch's profiler for the shares of the step. Peers do the same steps. `roofline` is tokens/s
+over what the measured matmul peaks allow if only matmuls and attention took time (attention at the bfloat16 peak, its
+causal half). `TFLOP/s` counts a token as 6 x (parameters without the embedding + layers x heads x head_dim x seq_len),
+so attention's causal half, as NVIDIA's tables do; MFU counts all of attention, as torchtitan's.
+
+`matmuls of ...` time the forward's matmul of layers of the 8B alone, without casts, in bfloat16 and by each scaling of
+float8. `error` is relative to a product of the same rounded values in float32; what is wrong by that is not timed.
 
 Settings are compared on four layers of the 8B: `ratio` is tokens/s over the row `as in the rows of the 8B`, which is
 measured again at the end: how far it is from 1 is how far to trust the others. The output layer has a third of all
 matmuls there, one part in sixteen in the whole 8B.
 
 `--rehearse` runs everything on CPU with tiny shapes, to find typos before using a GPU: its figures say nothing. The
-dataset is the one that ./run_llama_train.sh prepares. A GPU of 80 GB has room for a part of the 8B:
-`--add "8B bf16 8192=--model.n_layers=12"`.
+dataset is the one that ./run_llama_train.sh prepares.
 """
 
-import contextlib
 import dataclasses
 import gc
 import re
@@ -29,26 +30,25 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch import config as functorch
-from torch._inductor import config as inductor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import float8.layers  # noqa: F401  (registers the kernels)
 import metrics
 from benchmarks.report import REHEARSE, add_row, build_parser, finish, has_gpu, prepare_once
 from config import Config, load_config
+from float8.casts import Cast, cast, multiply
 from float8.convert import convert_to_float8
+from float8.cpu import replace_matmul
 from models import build_model, find_model
-from models.llama import parallelize
 from models.llama.hf import to_hf_config
 from parallel.device import synchronize
 from run.processes import shut_down
@@ -58,24 +58,46 @@ from train import train
 WARMUP_STEPS = 3
 QUICK = ("peaks", "1.8B bf16 8192")
 DATASET, REHEARSAL = Path("datasets/stdlib"), Path("datasets/rehearsal")
-RECIPES = {
-    "tensorwise": ("--float8.enable",),
-    "rowwise": ("--float8.enable", "--float8.recipe=rowwise"),
-}
 EVERY_LAYER = "--float8.filter=all"
 CHUNKS = ("--training.loss_chunks=2",)
 ONCE = ("--parallelism.reshard_after_forward=false",)  # weights are cast once per step, as always in float8
-SMALL_STATES = ("--optimizer.state_dtype=bfloat16",)
 BUDGET = ("--activation_checkpoint.mode=budget", "--activation_checkpoint.memory_budget=0.8")
+LARGE = (*CHUNKS, "--optimizer.state_dtype=bfloat16", *BUDGET, *ONCE)
+RECIPES = {"tensorwise": ("--float8.enable",), "rowwise": ("--float8.enable", "--float8.recipe=rowwise")}
+KINDS = {"bf16": (), **RECIPES, "muon": ("--optimizer.name=muon",)}
+# Rows of whole models, each in all KINDS: flavor, tokens per sequence, sequences per microbatch and per step, steps.
+SHAPES = (
+    ("1.8B", 8192, 4, 8, (*CHUNKS, *ONCE), 6),
+    ("8B", 8192, 1, 8, LARGE, 3),
+    ("3B", 8192, 2, 8, (*CHUNKS, *ONCE), 6),
+    ("1.8B", 4096, 8, 16, (*CHUNKS, *ONCE), 6),
+)
 BASE = "as in the rows of the 8B"
+# Rows of settings, on four layers of the 8B.
+SETTINGS = {
+    BASE: LARGE,
+    "weights cast in each microbatch": tuple(word for word in LARGE if word not in ONCE),
+    "logits whole": tuple(word for word in LARGE if word not in CHUNKS),
+    "not compiled": ("--compile.enable=false", *(word for word in LARGE if word not in BUDGET)),
+}
 # What float8 may gain from, beside a recipe alone.
 GAINS = {
     "own kernels": ("--float8.kernels=own",),
     "wk and wv too": (EVERY_LAYER,),
     "output too": ('--float8.always=["output"]',),
     "output too, whole logits": ("--float8.skip=[]", "--training.loss_chunks=1"),
+    "fast accumulation": ("--float8.fast_accumulation=all",),
 }
-IMPRECISE = {"fast accumulation": ("--float8.fast_accumulation=all",)}  # which the queue adds to no other row
+# Linear layers of the 8B: out, in.
+MATMULS = {
+    "matmuls of wq, wo": (4096, 4096),
+    "matmuls of wk, wv": (1024, 4096),
+    "matmuls of w1, w3": (14336, 4096),
+    "matmuls of w2": (4096, 14336),
+}
+SCALINGS = ("tensorwise", "rowwise")
+CHECKED = 16  # tokens whose products are compared with float32's
+WRONG = 0.02  # relative error; rounding to bfloat16 makes 0.0017, and fast accumulation 0.0033 in all
 NO_ROOM = "no room"
 
 
@@ -83,8 +105,7 @@ NO_ROOM = "no room"
 class Run:
     """A training row: flavor, tokens per sequence, sequences per microbatch and per step, and further settings.
 
-    `steps` steps are timed, inside `context`. `gain`: those of the options that the row `beside`, otherwise equal, does
-    not have.
+    `steps` steps are timed.
     """
 
     flavor: str
@@ -95,69 +116,28 @@ class Run:
     steps: int = 6
     dataset: Path = DATASET
     peer: str = ""
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    gain: tuple[str, ...] = ()
-    beside: str = ""
 
 
 def whole_models() -> dict[str, Run]:
     """The rows of whole models by name."""
-    large = (*CHUNKS, *SMALL_STATES, *BUDGET, *ONCE)
-    shapes = (
-        Run("1.8B", 8192, 4, 8, (*CHUNKS, *ONCE)),
-        Run("8B", 8192, 1, 8, large, 3),
-        Run("3B", 8192, 2, 8, (*CHUNKS, *ONCE)),
-        Run("1.8B", 4096, 8, 16, (*CHUNKS, *ONCE)),
-    )
-    kinds = {"bf16": (), **RECIPES, "muon": ("--optimizer.name=muon",)}
-    rows = {f"1.8B {peer} 8192": Run("1.8B", 8192, 4, 8, peer=peer) for peer in ("torchtitan", "transformers")}
-    for run in shapes:
-        for kind, options in kinds.items():
-            name = f"{run.flavor} {kind} {run.seq_len}"
-            rows[name] = dataclasses.replace(run, options=(*run.options, *options))
+    rows = {}
+    for flavor, seq_len, local, whole, options, steps in SHAPES:
+        for kind, more in KINDS.items():
+            rows[f"{flavor} {kind} {seq_len}"] = Run(flavor, seq_len, local, whole, (*options, *more), steps)
+    for peer in ("torchtitan", "transformers"):
+        rows[f"1.8B {peer} 8192"] = Run("1.8B", 8192, 4, 8, peer=peer)
     return rows
 
 
 def settings() -> dict[str, Run]:
     """The rows of settings by name."""
-
-    def row(*options: str, without: tuple[str, ...] = (), **more: Any) -> Run:
-        base = [word for word in (*CHUNKS, *SMALL_STATES, *BUDGET, *ONCE) if word not in without]
-        return Run("8B", 8192, 1, 4, (*base, "--model.n_layers=4", *options), 4, **more)
-
-    rows = {
-        BASE: row(),
-        "flash attention, not cuDNN's": row(context=_without_cudnn),
-        "the compiler unguided": row(context=_unguided),
-        "weights cast in each microbatch": row(without=ONCE),
-        "logits whole": row(without=CHUNKS),
-        "not compiled": row("--compile.enable=false", without=BUDGET),
-    }
-    for recipe, options in RECIPES.items():
-        name = f"float8, {recipe}"
-        rows[name] = row(*options)
-        for gain in GAINS:
-            rows[f"{name}, {gain}"] = row(*options, *GAINS[gain], gain=GAINS[gain], beside=name)
-        for other in IMPRECISE:
-            rows[f"{name}, {other}"] = row(*options, *IMPRECISE[other])
-    return rows | {f"{BASE}, again": row()}
-
-
-@contextlib.contextmanager
-def _without_cudnn() -> Any:
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    try:
-        with inductor.patch(force_disable_caches=True):  # its cache does not look at this switch
-            yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(True)
-
-
-@contextlib.contextmanager
-def _unguided() -> Any:
-    """The compiler without the choices of parallel/activation_checkpoint.py. Its cache would return others' graphs."""
-    with mock.patch.object(parallelize, "guide_compiler"), inductor.patch(force_disable_caches=True):
-        yield
+    options = dict(SETTINGS)
+    for recipe, words in RECIPES.items():
+        options[f"float8, {recipe}"] = (*LARGE, *words)
+        for gain, more in GAINS.items():
+            options[f"float8, {recipe}, {gain}"] = (*LARGE, *words, *more)
+    options[f"{BASE}, again"] = LARGE
+    return {name: Run("8B", 8192, 1, 4, ("--model.n_layers=4", *words), 4) for name, words in options.items()}
 
 
 def rehearsal(run: Run) -> Run:
@@ -165,7 +145,7 @@ def rehearsal(run: Run) -> Run:
     options = [*run.options, "--training.param_dtype=float32", "--model.n_layers=1"]  # fast on every CPU
     if "--float8.enable" in options:
         options.append(EVERY_LAYER)
-    return Run("tiny", 64, 2, 4, tuple(options), run.steps, REHEARSAL, run.peer, run.context)
+    return Run("tiny", 64, 2, 4, tuple(options), run.steps, REHEARSAL, run.peer)
 
 
 # ---------------------------------------------------------------- what the device can do
@@ -224,6 +204,39 @@ def attention_rates(device: torch.device, rehearse: bool) -> dict[str, float | N
         except RuntimeError:
             row[key] = None
     return row
+
+
+def measure_matmuls(shape: tuple[int, int], device: torch.device, tokens: int) -> dict[str, Any]:
+    """TFLOP/s of a forward's matmul and its error, in bfloat16 and in float8 by each scaling. Errors become text."""
+    n_out, n_in = shape
+    x, weight = (torch.randn(n, n_in, device=device, dtype=torch.bfloat16) for n in (tokens, n_out))
+    row: dict[str, Any] = {"out": n_out, "in": n_in, "tokens": tokens}
+
+    def add(way: str, product: Callable[[], Tensor], x: Tensor, weight: Tensor) -> None:
+        exact = x[:CHECKED].float() @ weight.float().t()
+        try:
+            error = ((product()[:CHECKED] - exact).norm() / exact.norm()).item()
+            row[f"{way} error"] = error
+            if not error < WRONG:  # also NaN
+                row[f"{way} failed"] = f"wrong by {error:.2g}, so not timed"
+                return
+            row[f"{way} TFLOP/s"] = 2 * tokens * n_out * n_in / seconds(product, device) / 1e12
+        except (RuntimeError, ValueError) as reason:
+            row[f"{way} failed"] = " ".join(str(reason).split())[:300]
+
+    add("bf16", lambda: x @ weight.t(), x, weight)
+    for scaling in SCALINGS:
+        (x8,) = cast("copy", scaling, [x], columns=False)
+        (weight8,) = cast("copy", scaling, [weight], columns=False)
+        for fast in (True, False):
+            product = partial(multiply, x8[:2], weight8[:2], torch.bfloat16, fast)
+            add(f"{scaling}{', fast' * fast}", product, dequantize(x8), dequantize(weight8))
+    return row
+
+
+def dequantize(x: Cast) -> Tensor:
+    """The rounded values in float32."""
+    return x.rows.float() * x.row_scales
 
 
 def seconds(action: Callable[[], Any], device: torch.device, rounds: int = 20, at_once: int = 10) -> float:
@@ -526,11 +539,12 @@ def attainable(run: Run, peak: dict[str, Any]) -> float:
 # ---------------------------------------------------------------- rows
 
 
-def find_run(name: str, rehearse: bool, added: Sequence[str] = ()) -> Run:
-    """The row, with `added` settings."""
+def find_run(name: str, rehearse: bool) -> Run:
+    """The row of this name."""
     run = {**whole_models(), **settings()}[name]
-    run = dataclasses.replace(run, options=(*run.options, *added))
-    return rehearsal(run) if rehearse else run
+    if rehearse:
+        return rehearsal(run)
+    return run
 
 
 def measure_fitting(run: Run, device: torch.device) -> dict[str, Any]:
@@ -553,7 +567,7 @@ def measure(run: Run, device: torch.device) -> dict[str, Any]:
     row: dict[str, Any] = {"sequences": run.local_batch_size}
     try:
         # Without what an earlier row has set for the process.
-        with functorch.patch(activation_memory_budget=1.0, joint_custom_pass=None), run.context():
+        with functorch.patch(activation_memory_budget=1.0, joint_custom_pass=None):
             return row | by(run, device, time.perf_counter())
     except Exception as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -568,46 +582,58 @@ def measure(run: Run, device: torch.device) -> dict[str, Any]:
 def main() -> int:
     parser = build_parser(__doc__ or "")
     parser.add_argument("--rows", default="", help="names of rows, with ; between them (default: all)")
-    parser.add_argument("--add", action="append", default=[], metavar="ROW=OPTIONS", help="more settings for a row")
     parser.add_argument("--rehearse", action="store_true", help=REHEARSE)
     arguments = parser.parse_args()
-    known = ("peaks", *whole_models(), *settings())
-    names = QUICK if arguments.quick else known
+    known = ("peaks", *MATMULS, *whole_models(), *settings())
+    names: Sequence[str] = known
+    if arguments.quick:
+        names = QUICK
     if arguments.rows:
-        names = tuple(arguments.rows.split(";"))
-    added = {}
-    for text in arguments.add:
-        name, _, options = text.partition("=")
-        added[name] = options.split()
-    unknown = {*names, *added} - {*known}
+        names = arguments.rows.split(";")
+    unknown = {*names} - {*known}
     if unknown:
         parser.error(f"unknown rows {'; '.join(sorted(unknown))}; known are {'; '.join(known)}")
     if not has_gpu(arguments.rehearse):
         return int(arguments.check)
-    prepare_once(*((REHEARSAL, "docs") if arguments.rehearse else (DATASET,)))
+    prepare_data(arguments.rehearse)
     metrics.quiet_noisy_loggers()  # torchao's, which the roofline of float8 imports
+    replace_matmul()  # that of CPUs, for a rehearsal
     device = torch.device("cpu" if arguments.rehearse else "cuda")
     rows: list[dict[str, Any]] = []
     peak: dict[str, Any] = {}
     base = 0.0  # tokens/s
     for name in names:
+        row = {"row": name} | measure_row(name, device, arguments.rehearse)
         if name == "peaks":
-            peak = peaks(device, arguments.rehearse)
-            add_row(arguments, rows, {"row": name} | peak)
-            continue
-        more = added.get(name, [])
-        run = find_run(name, arguments.rehearse, more)
-        row = {"row": name} | measure_fitting(run, device)
-        if more:
-            row["added"] = " ".join(more)
+            peak = row
         if "tokens/s" in row and peak.get("bf16 TFLOP/s"):
-            row["roofline"] = row["tokens/s"] / attainable(run, peak)
+            row["roofline"] = row["tokens/s"] / attainable(find_run(name, arguments.rehearse), peak)
         if name == BASE:
             base = row.get("tokens/s", 0.0)
         if "tokens/s" in row and base and name in settings():
             row["ratio"] = row["tokens/s"] / base
         add_row(arguments, rows, row)
     return finish(arguments, rows, [] if arguments.rehearse else bars(rows, torch.cuda.get_device_name()))
+
+
+def prepare_data(rehearse: bool) -> None:
+    """Prepare the dataset of all rows, unless it exists."""
+    if rehearse:
+        prepare_once(REHEARSAL, "docs")
+    else:
+        prepare_once(DATASET)
+
+
+def measure_row(name: str, device: torch.device, rehearse: bool) -> dict[str, Any]:
+    """Measure the row of this name."""
+    if name == "peaks":
+        return peaks(device, rehearse)
+    if name in MATMULS:
+        shape, tokens = MATMULS[name], 16384
+        if rehearse:
+            shape, tokens = (256, 128), 128
+        return measure_matmuls(shape, device, tokens)
+    return measure_fitting(find_run(name, rehearse), device)
 
 
 TARGETS = {  # tokens/s on an H200
@@ -633,7 +659,7 @@ def bars(rows: list[dict[str, Any]], gpu: str) -> list[tuple[str, bool]]:
         if name in PEERS:
             text = f"1.8B bf16: {ours:,.0f} tokens/s, at least {PEERS[name]} times the {speed[name]:,.0f} of {name}"
             found.append((text, speed[name] > 0 and ours >= PEERS[name] * speed[name]))
-        elif "flash" not in name:
+        elif name not in MATMULS:
             found.append((f"{name}: attention by {by}, cudnn is asked for", by == "cudnn"))
     return found
 

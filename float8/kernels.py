@@ -135,7 +135,7 @@ def cast_kernel(
 
 
 def tile_shape(source: str, recipe: str, collects: bool = False) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and warps: the most that fits into registers (benchmarks.float8_kernels)."""
+    """Rows and columns of a tile, and warps: the most that fits into registers, by ptxas for sm_90."""
     warps = 16 if (source, recipe) == ("gate_grad", "rowwise") else 8
     return (32, 256, warps) if collects else (64, 128, warps)
 

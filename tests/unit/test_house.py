@@ -1,13 +1,12 @@
 """The house: imports point down, no module keeps mutable globals or reads the environment, docs have short lines."""
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-from tools.size import measure
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("models", "parallel", "data", "checkpoint", "float8", "launch", "run", "storage", "tools")
@@ -94,8 +93,23 @@ def test_lines_of_the_docs_are_short() -> None:
         assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == [], path.name
 
 
-def test_docstrings_are_no_code() -> None:
-    code = 'def f(x):\n    "what it does"\n    return x\n'
-    for source in (code, code.replace('    "what it does"\n', "")):
-        found = measure(source)
-        assert (found["nodes"], found["statements"]) == (7, 2)
+def module_exists(name: str) -> bool:
+    path = ROOT / name.replace(".", "/")
+    return path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+
+
+def test_commands_of_the_docs_exist_and_figures_name_what_made_them() -> None:
+    """A file of results is named beside its commit, or in a page that names its command, if there still is one."""
+    lost = []
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        commands = re.findall(r"python -m ((?:benchmarks|tools|data|launch|run)[\w.]*)", text)
+        lost += [f"{path.name}: python -m {name}" for name in commands if not module_exists(name)]
+        for name in set(re.findall(r"benchmarks/results/([\w-]+\.json)\)", text)):
+            found = json.loads((ROOT / "benchmarks" / "results" / name).read_text(encoding="utf-8"))
+            commit = found["machine"].get("commit") or "no commit"
+            [command, *_] = re.findall(r"python (?:-m )?(\S+)", found["command"])
+            named = command == "train.py" or (command in commands and module_exists(command))
+            if commit[:7] not in text and not named:
+                lost.append(f"{path.name}: {name}, made by {found['command']} at {commit[:7]}")
+    assert lost == []
