@@ -24,7 +24,7 @@ from models.llama.model import KVCache
 from models.trained import Trained, add_place_arguments, load_from_arguments
 from storage.records import read_lines
 
-Record = dict[str, Any]  # {"prompt": text} or {"messages": conversation}
+Record = dict[str, Any]  # {"prompt": text}, or {"messages": conversation}, perhaps with "tools"
 PREFILL_TOKENS = 512  # of a prompt per forward: limits the memory of the logits, which go unused
 DRAW_BITS = 31  # of random numbers and probabilities: as integers, since a GPU may add floats in any order
 GREEDY_BELOW = 1e-5  # the temperature under which the likeliest token is taken, as in vLLM
@@ -88,14 +88,14 @@ def generate(
     rows = list(range(len(prompts)))
     seeded = [torch.Generator().manual_seed(request.seed + row) for row in rows]
     caches = [KVCache() for _ in model.layers]  # type: ignore[union-attr]
-    # Shorter prompts are padded at the end. What padding stores is overwritten before any token sees it.
+    # Shorter prompts are padded at the end, at the place of their last token: it is stored again before any sees it.
     prompts_BS = pad_sequence([torch.tensor(prompt) for prompt in prompts], batch_first=True).to(device)
-    for start in range(0, prompts_BS.shape[1] - 1, PREFILL_TOKENS):
-        piece_BS = prompts_BS[:, start : start + PREFILL_TOKENS]
-        positions_1S = torch.arange(start, start + piece_BS.shape[1], device=device)[None]
-        model(piece_BS, positions_1S, caches)
     tokens_B = torch.tensor([prompt[-1] for prompt in prompts], device=device)  # the first whose logits are used
     positions_B1 = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=device)
+    for start in range(0, prompts_BS.shape[1] - 1, PREFILL_TOKENS):
+        piece_BS = prompts_BS[:, start : start + PREFILL_TOKENS]
+        positions_S = torch.arange(start, start + piece_BS.shape[1], device=device)
+        model(piece_BS, positions_S.minimum(positions_B1), caches)
     for _ in range(request.max_tokens):
         logits_BV = model(tokens_B[:, None], positions_B1, caches)[:, -1].float()
         draws = [torch.randint(2**DRAW_BITS, (1,), generator=seeded[row]) for row in rows]
@@ -263,7 +263,7 @@ def answer_all(trained: Trained, records: Sequence[Record], request: Request, ba
         for record, text in zip(records[first:], texts, strict=False):
             answered = record | {"completion": text}
             if "messages" in record:
-                answered = {"messages": [*record["messages"], {"role": "assistant", "content": text}]}
+                answered = record | {"messages": [*record["messages"], {"role": "assistant", "content": text}]}
             print(json.dumps(answered, ensure_ascii=False), flush=True)
 
 
@@ -271,7 +271,7 @@ def encode_record(tokenizer: Tokenizer, record: Record) -> list[int]:
     """The tokens of a prompt, or of a conversation up to where its answer begins. Raises TitaniteError."""
     if "prompt" in record:
         return check_prompt("prompt", record["prompt"], tokenizer)
-    return chat_of(tokenizer).encode(record["messages"], add_generation_prompt=True)
+    return chat_of(tokenizer).encode(record["messages"], record.get("tools"), add_generation_prompt=True)
 
 
 def chat(trained: Trained, system: str, request: Request) -> None:
@@ -301,8 +301,7 @@ def prompt_of(record: Any) -> Record:
 
 def messages_of(record: Any) -> Record:
     """The conversation of a line of `--chats-file`, as data.prepare reads it."""
-    messages, *_ = read_conversation(record)
-    return {"messages": messages}
+    return dict(zip(("messages", "tools"), read_conversation(record), strict=False))
 
 
 def main(argv: list[str]) -> None:

@@ -7,7 +7,6 @@ import logging
 import math
 import resource
 import secrets
-import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -60,7 +59,7 @@ FIELDS = {
     "skipped": "train/",
     "time": "",
 }
-WANDB_ID = ".wandb_id"  # in the run's folder: its id at Weights & Biases, and the host and folder that use it
+WANDB_ID = ".wandb_id"  # in the run's folder: its id at Weights & Biases
 # Loggers whose warnings are of no use here, most on every rank: that a gradient norm over two axes takes two messages,
 # that a checkpointed region must not change anything in place, that a later torch will refuse one of torchao's calls,
 # that parts of torchao are missing, which nothing here uses.
@@ -171,6 +170,7 @@ def _wandb_tracker(project: str) -> Tracker:
 
     def start(config: dict[str, Any]) -> None:
         folder = Path(config["run"]["folder"])
+        logger.info(f"{name}: asking Weights & Biases, which may take as long as WANDB_INIT_TIMEOUT, 90 s by default")
         run = init(project=project, id=wandb_id(folder), name=folder.name, dir=folder, config=config, resume="allow")
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
@@ -182,21 +182,11 @@ def _wandb_tracker(project: str) -> Tracker:
 
 
 def wandb_id(folder: Path) -> str:
-    """The id of a run at Weights & Biases. Its folder keeps it, so that a resume continues the curves.
-
-    It goes along with a folder that is moved. A copy gets another one: it must not write into the original's curves.
-    """
+    """The id of a run at Weights & Biases. Its folder keeps it, so that a resume continues the curves."""
     file = folder / WANDB_ID
-    here = {"host": socket.gethostname(), "folder": str(folder.absolute())}
-    kept = {"id": secrets.token_hex(8), **here}
-    if file.is_file():
-        kept = json.loads(file.read_text())
-    is_moved = kept["host"] == here["host"] and not Path(kept["folder"]).exists()
-    if kept["folder"] != here["folder"] and not is_moved:
-        logger.info(f"Weights & Biases: {folder} is a copy of {kept['folder']}, and reports as a run of its own")
-        kept["id"] = secrets.token_hex(8)
-    write_atomically(file, json.dumps(kept | here).encode())
-    return kept["id"]
+    if not file.is_file():
+        write_atomically(file, json.dumps({"id": secrets.token_hex(8)}).encode())
+    return json.loads(file.read_text())["id"]
 
 
 def grouped(row: Mapping[str, float | None]) -> dict[str, float]:

@@ -91,16 +91,11 @@ class Opened(NamedTuple):
 def open_checkpoint(store: Store, name: str) -> Opened:
     """Read manifest and index of a checkpoint, without its data. Raises CheckpointError, StoreError."""
     if not name and MANIFEST not in store.sizes():
-        theirs = "torchtitan's and Meta's weights come in by `python -m tools.hf import --from torchtitan`"
+        theirs = "torchtitan's weights come in by way of Hugging Face's format, see docs/huggingface.md"
         raise CheckpointError(f"{store.url}: was never committed, it has no {MANIFEST}; name another ({theirs})")
     manifest = read_manifest(store, name)
     pickled = read_small(store, name, METADATA, manifest["metadata_sha256"])
     return Opened(store, name, manifest, unpickle_metadata(pickled))
-
-
-def open_stock(store: Store) -> Opened:
-    """A checkpoint that stock DCP wrote, to import: without manifest and checksums. Raises StoreError."""
-    return Opened(store, "", {}, unpickle_metadata(bytes(store.read(METADATA))))
 
 
 def checked_twice(read: Callable[P, T]) -> Callable[P, T]:

@@ -110,10 +110,12 @@ class ChatTemplate:
         """The conversation as text, with a generation prompt up to where an answer begins. Raises TitaniteError."""
         return self._apply(messages, tools, tokenize=False, add_generation_prompt=add_generation_prompt)
 
-    def encode(self, messages: Sequence[Message], *, add_generation_prompt: bool = False) -> list[int]:
+    def encode(
+        self, messages: Sequence[Message], tools: Any = None, *, add_generation_prompt: bool = False
+    ) -> list[int]:
         """The token ids of the conversation. Raises TitaniteError."""
-        checked, _ = self._checked(messages)
-        return self._apply(checked, None, return_dict=False, add_generation_prompt=add_generation_prompt)
+        messages, tools = self._checked(messages, tools)
+        return self._apply(messages, tools, return_dict=False, add_generation_prompt=add_generation_prompt)
 
     def _apply(self, messages: Sequence[Message], tools: Any, **options: Any) -> Any:
         if self._in_parts:

@@ -1,10 +1,9 @@
-"""Convert models of any size from and to Hugging Face, piece by piece, and from torchtitan:
+"""Convert models of any size from and to Hugging Face, piece by piece:
 
 python -m tools.hf import HF_FOLDER CHECKPOINT        # to start from: checkpoint.initial_load=CHECKPOINT
-python -m tools.hf import --from torchtitan --flavor 8B_3.1 TORCHTITAN_CHECKPOINT CHECKPOINT
 python -m tools.hf export RUN_OR_CHECKPOINT HF_FOLDER
 
-A checkpoint is a folder or s3://bucket/prefix. All commands end with a test: they compare the checkpoint's logits with
+A checkpoint is a folder or s3://bucket/prefix. Both commands end with a test: they compare the checkpoint's logits with
 those of transformers, if that is installed and both models fit in memory.
 """
 
@@ -32,7 +31,7 @@ from checkpoint import CheckpointError
 from checkpoint.companions import COMPANIONS, GENERATION, declared_by, find_tokenizer
 from checkpoint.files import plan_rows, read_state, write_items
 from checkpoint.loading import check_same_names, load_place
-from checkpoint.manifest import MANIFEST, Manifest, Opened, commit, open_stock, sha256
+from checkpoint.manifest import MANIFEST, Manifest, Opened, commit, sha256
 from checkpoint.state import model_tensors
 from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors
 from data.chat import chat_of, transformers_version
@@ -42,7 +41,7 @@ from models import MODELS, build_model, recorded_model
 from models.trained import longest_sequence
 from storage import Store, StoreError, open_store
 from storage.records import output_path
-from tools.weights import DTYPES, FILE_BYTES, convert_torchtitan, find_weights, open_weights, read_rows, write_weights
+from tools.weights import DTYPES, FILE_BYTES, find_weights, open_weights, read_rows, write_weights
 
 PIECE_BYTES = 16 << 20  # of an imported tensor, so that each rank reads little more than it needs
 LOGITS_TOLERANCE = 1e-4  # of the largest logit: both compute in float32, but in different orders
@@ -107,36 +106,68 @@ def write_companions(
     Others get all that AutoTokenizer needs.
     """
     files = dict(given)
-    generation = declared.get("generation_config") or json_object(given.get(GENERATION, b"{}"), GENERATION)
     tokens = json_object(given.get(CONFIG, b"{}"), CONFIG)
-    # A bos for a tokenizer that declares none: what it puts before a text, or its eos, as in GPT-2, since ctranslate2
-    # takes no null. Not if the chat template mentions a bos, which it would then print.
-    first = None if "bos_token" in tokenizer.chat_template else tokenizer.eos_token
-    if tokenizer.prefix:
-        first = tokenizer.raw.id_to_token(tokenizer.prefix[0])
+    generation = declared.get("generation_config") or json_object(given.get(GENERATION, b"{}"), GENERATION)
+    first = _first_token(tokenizer)
     if not declared:
         made = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": tokenizer.eos_token,
             "model_max_length": config["max_position_embeddings"],
             "clean_up_tokenization_spaces": False,
-            **({"bos_token": first} if first else {}),
         }
+        if first:
+            made["bos_token"] = first
         tokens = made | {key: value for key, value in tokens.items() if value is not None}
         files[CONFIG] = _json_bytes(tokens)
     known = {**declared.get("imported", {}), **generation}
-    ends = known.get("eos_token_id")
-    ends = [*(ends if isinstance(ends, list) else [ends]), *sorted({tokenizer.eos_id, *_answer_ends(tokenizer)})]
-    ends = list(dict.fromkeys(end for end in ends if end is not None))
-    ids: dict[str, Any] = {"eos_token_id": ends if len(ends) > 1 else ends[0]}
-    for key, default in {"bos_token": first, "pad_token": None}.items():
-        found = [tokenizer.raw.token_to_id(text) for text in (content_of(tokens.get(key)), default) if text]
-        found = [id for id in (known.get(f"{key}_id"), *found) if id is not None]
-        ids[f"{key}_id"] = found[0] if found else None  # null if there is none: transformers takes 1 as bos
+    ids = {
+        "eos_token_id": _end_ids(known.get("eos_token_id"), tokenizer),
+        "bos_token_id": _token_id("bos_token", known, tokens, tokenizer, first),
+        "pad_token_id": _token_id("pad_token", known, tokens, tokenizer, None),
+    }
     files["config.json"] = _json_bytes(config | ids)
     files[GENERATION] = _json_bytes(generation | ids)
     for file, content in files.items():
         (folder / file).write_bytes(content)
+
+
+def _first_token(tokenizer: Tokenizer) -> str | None:
+    """A bos for a tokenizer that declares none: what it puts before a text, or its eos, as in GPT-2.
+
+    ctranslate2 takes no null. None if the chat template mentions a bos, which it would then print.
+    """
+    if tokenizer.prefix:
+        return tokenizer.raw.id_to_token(tokenizer.prefix[0])
+    if "bos_token" in tokenizer.chat_template:
+        return None
+    return tokenizer.eos_token
+
+
+def _end_ids(declared: list[int] | int | None, tokenizer: Tokenizer) -> list[int] | int:
+    """The declared ids at which a text ends, then those of the tokenizer and its chat template."""
+    if declared is None:
+        declared = []
+    if isinstance(declared, int):
+        declared = [declared]
+    ids = list(dict.fromkeys([*declared, *sorted({tokenizer.eos_id, *_answer_ends(tokenizer)})]))
+    if len(ids) > 1:
+        return ids
+    return ids[0]
+
+
+def _token_id(
+    name: str, known: Mapping[str, Any], tokens: Mapping[str, Any], tokenizer: Tokenizer, default: str | None
+) -> int | None:
+    """The id of a special token, as declared by a number or a text. None if there is none: transformers assumes 1."""
+    declared = known.get(f"{name}_id")
+    if declared is not None:
+        return declared
+    for text in (content_of(tokens.get(name)), default):
+        id = tokenizer.raw.token_to_id(text or "")
+        if id is not None:
+            return id
+    return None
 
 
 def _json_bytes(values: Mapping[str, Any]) -> bytes:
@@ -172,17 +203,6 @@ def new_checkpoint(place: str) -> tuple[Store, str]:
     return store, name
 
 
-def import_torchtitan(origin: str, place: str, flavor_name: str) -> None:
-    """Import torchtitan's Llama by way of a Hugging Face folder in a temporary one beside `place`.
-
-    `flavor_name` names its shape, but for the vocabulary. Raises TitaniteError.
-    """
-    new_checkpoint(place)
-    with TemporaryDirectory(dir=None if "://" in place else Path(place).absolute().parent) as folder:
-        convert_torchtitan(open_stock(open_store(origin)), flavor_name, Path(folder))
-        import_model(Path(folder), place)
-
-
 def import_model(folder: Path, place: str) -> None:
     """Write a Hugging Face model as a checkpoint of step 0 without moments. Values and types stay the same.
 
@@ -202,7 +222,7 @@ def import_model(folder: Path, place: str) -> None:
     facts: dict[str, Any] = {
         "step": 0,
         "identity": {"name": family, **dataclasses.asdict(flavor)},
-        "imported": {"max_position_embeddings": 2048, **raw},
+        "imported": spec.hf.complete_config(raw),
     }
     if GENERATION in companions:
         facts["generation_config"] = json_object(companions[GENERATION], f"{folder}/{GENERATION}")
@@ -283,17 +303,19 @@ def imported_flavor(folder: Path, weights: Mapping[str, Path]) -> tuple[str, Any
         flavor = adapter.from_hf_config(raw)
         adapter.check_hf_names(weights.keys(), flavor)
         names = adapter.hf_names(flavor, weights.keys())
-        for left_out in sorted(weights.keys() - names.values()):
-            values = read_rows(weights, left_out).float()
-            if left_out.endswith(adapter.FREQUENCIES):
-                adapter.check_frequencies(values, flavor)
-            elif not torch.equal(values, read_rows(weights, names["tok_embeddings.weight"]).float()):
-                logger.info(f"{left_out} is not the embedding, so it is imported, although config.json ties them")
+        left_out = [name for name in weights if name not in names.values() and not name.endswith(adapter.FREQUENCIES)]
+        for name in left_out:  # an output, where config.json ties it to the embedding
+            embedding = read_rows(weights, names["tok_embeddings.weight"]).float()
+            if not torch.equal(read_rows(weights, name).float(), embedding):
+                logger.info(f"{name} is not the embedding, so it is imported, although config.json ties them")
                 raw = raw | {"tie_word_embeddings": False}
                 flavor = adapter.from_hf_config(raw)
-    except (ValueError, KeyError, TypeError) as error:
-        reason = f"has no {error}" if isinstance(error, KeyError) else str(error)
-        raise CheckpointError(f"{path}: {reason}") from None
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    ignored = [f"{key} = {raw[key]!r}" for key in adapter.ignored_keys(raw)]
+    if ignored:
+        neither = f"which neither transformers nor this code reads for a {raw['model_type']}"
+        logger.warning(f"warning: {path}: {', '.join(ignored)}, {neither}; a model trained with it is another one")
     return family, flavor, raw
 
 
@@ -332,7 +354,10 @@ def compare_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
         return
     from transformers import AutoModelForCausalLM
 
-    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    try:
+        theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    except Exception as error:  # of any kind, from any of its checks
+        raise CheckpointError(f"{folder}: transformers refuses it: {' '.join(str(error).split())}") from None
     ours, vocab_size = model.to_empty(device="cpu"), theirs.config.vocab_size
     read_state(opened, {"model": model_tensors([ours])})
     tokens = torch.arange(64)[None] * max(1, vocab_size // 64) % vocab_size
@@ -340,7 +365,9 @@ def compare_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
         logits, expected = ours.to(theirs.dtype).float()(tokens), theirs.float()(tokens).logits
     difference, largest = (logits - expected).abs().max().item(), expected.abs().max().item()
     if not difference <= LOGITS_TOLERANCE * largest:
-        raise CheckpointError(f"{folder}: logits differ from those of transformers by {difference:.2e}, of {largest:g}")
+        differ = f"logits differ from those of transformers by {difference:.2e}, of {largest:g}"
+        edited = f"if {type(model).__module__} was edited, transformers computes what it was before"
+        raise CheckpointError(f"{folder}: {differ}; {edited}")
     logger.info(f"logits equal those of transformers within {difference:.1e}, the largest being {largest:.3g}")
 
 
@@ -353,18 +380,14 @@ def main(argv: list[str]) -> None:
     out.add_argument("folder", type=output_path, metavar="HF_FOLDER", help="new folder")
     out.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="(%(default)s)")
     out.add_argument("--tokenizer", default="", help="tokenizer.json or its folder; default: the run's own")
-    back = commands.add_parser("import", help="a Hugging Face or torchtitan Llama as a checkpoint to start from")
-    back.add_argument("origin", metavar="ORIGIN", help="config.json and safetensors files, or torchtitan's checkpoint")
+    back = commands.add_parser("import", help="a Hugging Face model as a checkpoint to start from")
+    back.add_argument("folder", type=Path, metavar="HF_FOLDER", help="config.json and safetensors files")
     back.add_argument("place", metavar="CHECKPOINT", help="new folder or s3://bucket/prefix")
-    back.add_argument("--from", dest="kind", choices=["huggingface", "torchtitan"], default="huggingface")
-    back.add_argument("--flavor", default="", help="which flavor torchtitan's model is, vocabulary aside")
     options = vars(parser.parse_args(argv))
     if options.pop("command") == "export":
         export_model(**options)
-    elif options["kind"] == "huggingface":
-        import_model(Path(options["origin"]), options["place"])
     else:
-        import_torchtitan(options["origin"], options["place"], options["flavor"])
+        import_model(**options)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,10 @@
-"""A model's weights in safetensors files, as Hugging Face lays them out, one file in memory at a time; torchtitan's."""
+"""A model's weights in safetensors files, as Hugging Face lays them out, one file in memory at a time."""
 
-import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -15,24 +14,19 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from checkpoint import CheckpointError
-from checkpoint.files import read_state
-from checkpoint.manifest import Opened
-from config import Model
 from data.tokenizer import json_object
-from models import build_model, find_model
 
 INDEX = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 # Files that are not read → what to do with them.
 OTHERS: Mapping[str, str] = {
-    "consolidated.*.pth": "Meta's own; instead of several take the Hugging Face format; for one, "
-    "python -m torch.distributed.checkpoint.format_utils torch_to_dcp FOLDER/consolidated.00.pth NEW, then "
-    "import --from torchtitan --flavor NAME NEW CHECKPOINT",
+    "consolidated.*.pth": "Meta's own; download the model in Hugging Face's format",
+    ".metadata": "a checkpoint of torch; if it is torchtitan's, its scripts/checkpoint_conversion/convert_to_hf.py "
+    "converts it to Hugging Face's format",
     "pytorch_model*.bin": 'convert them by python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained('FOLDER', dtype='auto').save_pretrained('FOLDER')\"",
 }
 FILE_BYTES = 5_000_000_000
-TORCHTITAN_PARTS = ("tok_embeddings.", "layers.", "norm.", "output.", "lm_head.")
 
 
 def write_weights(
@@ -95,38 +89,3 @@ def open_weights(path: Path) -> Iterator[Any]:
             yield file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read as safetensors: {error}") from None
-
-
-def convert_torchtitan(opened: Opened, flavor_name: str, folder: Path) -> None:
-    """Write torchtitan's Llama (0.2.2, and main of 2026-08) as config.json and weights, in their own type, to `folder`.
-
-    Its checkpoints have the weights at the top level, as stock DCP writes them, with our names but for two, and our
-    shapes. torchtitan rotates pairs of neighbours in a head, we and Hugging Face its two halves, so the rows of wq and
-    wk are in another order. Raises CheckpointError if they are not those of the flavor, whose vocabulary may differ.
-    """
-    held = cast(dict[str, Any], opened.metadata.state_dict_metadata)
-    found = [name for name in held if name.startswith(TORCHTITAN_PARTS)]
-    theirs = {name.replace("qkv_linear.", "").replace("lm_head.", "output."): name for name in found}
-    embedding, output = "tok_embeddings.weight", "output.weight"
-    if embedding not in theirs:
-        raise CheckpointError(f"{opened.url}: has no {embedding}, so it is not torchtitan's")
-    size, dtype = held[embedding].size, held[embedding].properties.dtype
-    spec, flavor = find_model(Model(flavor=flavor_name, vocab_size=size[0]), data_vocab_size=1)
-    assert spec.hf is not None
-    stored = dataclasses.replace(flavor, tie_embeddings=flavor.tie_embeddings and output not in theirs)
-    names = spec.hf.hf_names(stored)  # a tied weight too if it is stored twice: the import compares the two
-    if odd := sorted(theirs.keys() ^ names.keys()):
-        where = "is" if odd[0] in theirs else "is not"
-        raise CheckpointError(f"{opened.url}: not the weights of --flavor {flavor_name}: {odd[0]} {where} among them")
-
-    def read(tensors: dict[str, Tensor]) -> None:
-        read_state(opened, {theirs[name]: tensor for name, tensor in tensors.items()})
-        for name, tensor in tensors.items():
-            if heads := {"wq": flavor.n_heads, "wk": flavor.n_kv_heads}.get(name.split(".")[-2]):
-                pairs = tensor.unflatten(0, (heads, -1, 2))
-                tensor.copy_(pairs.transpose(1, 2).reshape(tensor.shape))
-
-    positions = 8192  # the checkpoint does not say for how many it was trained
-    config = spec.hf.to_hf_config(flavor, positions, str(dtype).removeprefix("torch."))
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    write_weights(folder, build_model(spec, stored), names, dtype, read)

@@ -404,6 +404,8 @@ def _read_ropes_by_type(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | Non
     for key, value in by_type.items():
         if key not in ("full_attention", "sliding_attention"):
             raise ValueError(f"rope_parameters.{key} = {value!r}: must stand in those of a type of layer")
+        if value is not None:
+            _check(f"rope_parameters.{key}", value, OBJECT)
     default = {"rope_theta": FAMILIES["olmo3"].defaults["rope_theta"]}
     sliding = by_type.get("sliding_attention") or {}
     if _read_scaling(hf, sliding) is not None:

@@ -105,7 +105,7 @@ def test_one_without_a_manifest_was_never_committed(folder, tool):
     newest = folder / committed(open_store(folder))[0]
     (newest / "MANIFEST.json").unlink()
     assert tool("verify", newest) == (1, f"{newest}: never committed, nothing will use it\nfaults: 1")
-    with pytest.raises(CheckpointError, match=f"{newest}: was never committed, .* tools.hf import --from torchtitan"):
+    with pytest.raises(CheckpointError, match=f"{newest}: was never committed"):
         Run(folder / "fresh", initial_load=str(newest)).checkpoint.load()
 
 

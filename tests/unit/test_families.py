@@ -23,7 +23,7 @@ from models.llama import hf as llama_hf
 from models.llama.hf import from_hf_config, hf_names, to_hf_config
 from models.llama.model import KVCache, Llama, LlamaConfig
 from models.trained import load_trained
-from tests.unit.test_llama import FAMILIES, random_tokens
+from tests.unit.test_llama import FAMILIES, LLAMA3_ROPE, random_tokens
 from tools.hf import export_model, import_model
 
 SHAPE = {
@@ -73,13 +73,47 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo3, two thetas": {"model_type": "olmo3", "sliding_window": 16, "rope_theta": 100.0},
     "olmo3, no windows": {"model_type": "olmo3", "layer_types": ["full_attention"] * 5},
 }  # fmt: skip
+# Where config.json leaves out, or says in another place, what transformers would write.
+TYPED: dict[str, dict[str, Any]] = {
+    "qwen3, windows from the first layer on": {
+        "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0
+    },
+    "smollm3, every other layer": {"model_type": "smollm3", "no_rope_layer_interval": 2},
+    "smollm3, more entries than layers": {"model_type": "smollm3", "no_rope_layers": [1, 1, 0, 1, 1, 1, 0, 1]},
+    "smollm3, windows by default": {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 11},
+    "smollm3, yarn": {"model_type": "smollm3", "rope_parameters": YARN},
+    "yarn, original length outside": {
+        "model_type": "llama", "original_max_position_embeddings": 20, "rope_scaling": YARN
+    },
+    "yarn, no original length": {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    "yarn, factor by lengths": {
+        "model_type": "llama", "original_max_position_embeddings": 16, "rope_scaling": {**YARN, "factor": None}
+    },
+    "yarn, bounds of one pair": {
+        "model_type": "llama", "rope_parameters": {**YARN, "beta_fast": 2.0, "beta_slow": 2.0, "truncate": False}
+    },
+    "llama3, original length outside": {
+        "model_type": "llama", "original_max_position_embeddings": 32, "rope_scaling": LLAMA3_ROPE
+    },
+    "olmo3, theta of windows": {
+        "model_type": "olmo3", "sliding_window": 16, "rope_theta": 3e5,
+        "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 77.0}},
+    },
+    "olmo3, original length outside": {
+        "model_type": "olmo3", "sliding_window": 16, "original_max_position_embeddings": 20,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
+    },
+}  # fmt: skip
+
+
+def typed_config(name: str) -> dict[str, Any]:
+    return copy.deepcopy(SHAPE | {**MODELS, **TYPED}[name])
 
 
 def hf_model(name: str) -> nn.Module:
     """A model of transformers with random weights, large enough that every part shows in the logits."""
     torch.manual_seed(1)
-    settings = dict(MODELS[name])
-    config = AutoConfig.for_model(**(SHAPE | settings))
+    config = AutoConfig.for_model(**typed_config(name))
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.5 if parameter.ndim == 1 else 0.0, 0.2)
@@ -94,11 +128,14 @@ def ours_from(hf: nn.Module) -> Llama:
     return model
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *TYPED])
 def test_logits_and_gradients_equal_transformers(name: str) -> None:
     """At 1, 2 and 4 times the length from which rotary scaling acts, and beyond every window."""
     hf = hf_model(name)
     ours = ours_from(hf)
+    typed = typed_config(name)
+    assert from_hf_config(typed) == ours.config
+    assert to_hf_config(ours.config, 64, "float32", typed["model_type"])["model_type"] == typed["model_type"]
     for length in (40, 80, 160):
         tokens = random_tokens(2, length)
         expected = hf(tokens).logits
@@ -201,21 +238,118 @@ def test_what_cannot_be_run_is_refused_by_name_and_value(edit: dict[str, Any], s
         from_hf_config({"model_type": "llama", "rms_norm_eps": 1e-5, **SHAPE, **edit})
 
 
+REFUSED: list[tuple[str, str, Any]] = [
+    *[(name, "head_dim", None) for name in ("qwen2", "qwen3", "granite", "smollm3", "olmo2", "olmo3")],
+    *[(name, "layer_types", ["full_attention"] * 3) for name in ("qwen2", "qwen3", "smollm3", "olmo3")],
+    *[(name, "use_sliding_window", None) for name in ("qwen2", "qwen3", "smollm3")],
+    *[(name, "sliding_window", 0) for name in ("mistral", "olmo3")],
+    *[("smollm3", "no_rope_layers", value) for value in ([], [1, 0], 3)],
+    ("llama", "rms_norm_eps", None),
+    ("llama", "rms_norm_eps", "1e-5"),
+    ("olmo2", "tie_word_embeddings", None),
+    ("mistral", "num_key_value_heads", None),
+    ("llama", "num_key_value_heads", 0),
+    ("olmo3", "sliding_window", None),
+    ("smollm3", "no_rope_layer_interval", 0),
+    ("qwen3", "max_window_layers", None),
+    ("granite", "residual_multiplier", None),
+    ("granite", "attention_bias", 1),
+    ("llama", "hidden_size", 64.0),
+    ("llama", "hidden_act", None),
+    ("llama", "max_position_embeddings", None),
+    ("llama", "rope_theta", None),
+    ("llama", "rope_scaling", 5),
+    ("llama", "rope_scaling", {"rope_type": "linear"}),
+    ("llama", "rope_scaling", {"rope_type": "dynamic", "factor": "2"}),
+]
+
+
+@pytest.mark.parametrize(("model_type", "key", "value"), REFUSED, ids=str)
+def test_what_transformers_refuses_is_refused_by_name_and_value(model_type: str, key: str, value: Any) -> None:
+    typed = {"model_type": model_type, **SHAPE, key: value}
+    with pytest.raises(Exception, match=r"\S"):  # of many kinds, some only in a forward
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(typed)))(random_tokens(1, 80))
+    with pytest.raises(ValueError, match=key) as refusal:
+        from_hf_config(typed)
+    assert isinstance(value, dict | list) or repr(value) in str(refusal.value)
+
+
 @pytest.mark.parametrize("model_type", llama_hf.FAMILIES)
 def test_fields_that_a_config_leaves_out_are_those_of_transformers(model_type: str) -> None:
-    theirs = AutoConfig.for_model(model_type, use_sliding_window=True).to_dict()
-    theirs |= theirs["rope_parameters"]
-    defaults = llama_hf.FAMILIES[model_type].defaults
-    assert {key: theirs.get(key, value) for key, value in defaults.items()} == defaults
+    needed = {"model_type": model_type, **{key: SHAPE[key] for key in llama_hf.CONFIG_KEYS.values()}}
+    theirs = AutoConfig.for_model(use_sliding_window=True, **needed).to_dict()
+    # Written by transformers as what follows from them.
+    derived = {"head_dim", "layer_types", "no_rope_layers", "rope_parameters", "use_sliding_window"}
+    if model_type != "olmo3":
+        theirs["rope_theta"] = theirs["rope_parameters"]["rope_theta"]
+    ours = llama_hf.complete_config(needed)
+    ours["num_key_value_heads"] = ours["num_key_value_heads"] or SHAPE["num_attention_heads"]
+    shared = ours.keys() & theirs.keys() - derived
+    assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
+    assert {"max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"} < shared
+    assert llama_hf.ignored_keys(theirs) == []
 
 
-def test_a_model_that_no_family_can_express_is_not_exported() -> None:
-    flavor = dataclasses.replace(FLAVORS["debug"], vocab_size=64, norm_after=True, embedding_multiplier=2.0)
-    with pytest.raises(ValueError, match="no family of transformers has the options"):
+def test_keys_that_nobody_reads_are_named() -> None:
+    odd = {"clip_qkv": 8.0, "use_qk_norm": True, "auto_map": {"AutoModel": "code.Model"}, "final_logit_softcapping": 30}
+    off = {"attn_logit_softcapping": None, "use_mrope": False, "transformers_version": "5.0", "sep_token_id": 3}
+    assert llama_hf.ignored_keys({**SHAPE, **odd, **off}) == list(odd)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EditedConfig(LlamaConfig):
+    relu_squared: bool = False
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"relu_squared": True}, "^relu_squared = True: "),
+        ({"norm_after": True, "relu_squared": True}, "^relu_squared = True: "),
+        ({"windows": (8, 16)}, r"^windows = \(8, 16\): "),
+        (
+            {"norm_after": True, "qk_norm": "width", "embedding_multiplier": 2.0},
+            "^embedding_multiplier = 2.0: .* olmo2",
+        ),
+    ],
+)
+def test_an_export_names_the_field_that_no_family_has(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], named: str
+) -> None:
+    monkeypatch.setattr(llama_hf, "LlamaConfig", EditedConfig)
+    flavor = EditedConfig(dim=64, n_layers=4, n_heads=4, n_kv_heads=4, hidden_dim=96, vocab_size=64, **options)
+    with pytest.raises(ValueError, match=named):
         to_hf_config(flavor, 64, "float32")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rope_thetas": (5e6, 5e6, 5e6, 0.0)},  # of which three layers have the first three
+        {"rope_thetas": (0.0,)},
+        {"rope_thetas": (3e4, 3e4)},
+        {"windows": (8, 8, 8, 0)},
+        {"embedding_multiplier": 1.0, "attention_multiplier": 0.25},
+    ],
+)
+def test_a_model_is_exported_however_its_options_are_written(options: dict[str, Any]) -> None:
+    """The right logits are transformers', of the exported config and the same weights."""
+    torch.manual_seed(0)
+    flavor = LlamaConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, hidden_dim=96, vocab_size=320, **options)
+    ours = Llama(flavor)
+    config = to_hf_config(flavor, 64, "float32") | {"pad_token_id": None}
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    weights = ours.state_dict()
+    theirs.load_state_dict({hf_name: weights[name] for name, hf_name in hf_names(flavor).items()})
+    tokens = random_tokens(2, 40)
+    torch.testing.assert_close(ours(tokens), theirs.eval()(tokens).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["llama3.2", "llama with biases", "dynamic", "yarn, all set", "mistral", "qwen2 with windows", "qwen3 with biases",
+     "granite", "smollm3, chosen layers", "olmo2", "olmo3", "olmo3, no windows"],
+)  # fmt: skip
 def test_import_and_export_keep_every_weight_and_the_family(name: str, tmp_path: Path) -> None:
     """From several files. The import itself compares logits with transformers, the export its own."""
     hf = hf_model(name)
