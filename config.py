@@ -6,21 +6,22 @@ is known to the modules that use them; `check_start` in train.py asks them.
     python -m config train_configs/debug.toml --training.steps=100
 """
 
-import dataclasses
 import difflib
 import inspect
 import json
 import logging
-import math
 import re
 import sys
 import textwrap
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -76,58 +77,13 @@ def file_errors(written: object = None) -> Iterator[None]:
         raise TitaniteError(f"{error.filename}: {error.strerror}") from None
 
 
-@dataclass(frozen=True)
-class Range:
-    """Allowed numbers, all of them finite."""
-
-    min: float = -math.inf
-    max: float = math.inf
-
-    def __contains__(self, number: float) -> bool:
-        return self.min <= number <= self.max and math.isfinite(number)
-
-    def __str__(self) -> str:
-        return f">= {self.min:g}" if self.max == math.inf else f"from {self.min:g} to {self.max:g}"
-
-
-@dataclass(frozen=True)
-class Form:
-    """Allowed text: what begins as the pattern says; `meaning` puts it into words."""
-
-    pattern: str
-    meaning: str
-
-    def __contains__(self, text: str) -> bool:
-        return re.match(self.pattern, text) is not None
-
-    def __str__(self) -> str:
-        return self.meaning
-
-
-@dataclass(frozen=True)
-class ByTokens:
-    """Allowed numbers, and schedules of them, see `parse_schedule`."""
-
-    min: int
-
-    def __contains__(self, value: int | str) -> bool:
-        try:
-            begins, numbers = zip(*parse_schedule(value), strict=True)
-        except (ValueError, OverflowError):  # infinite
-            return False
-        return begins[0] == 0 and list(begins) == sorted(set(begins)) and min(numbers) >= self.min
-
-    def __str__(self) -> str:
-        return f'>= {self.min}, or such numbers by the tokens seen, from 0 on: "128 @ 0, 256 @ 1.5B"'
-
-
 UNITS = str.maketrans({"k": "e3", "M": "e6", "B": "e9", "T": "e12"})
 
 
 def parse_schedule(value: int | str) -> list[tuple[int, int]]:
     """(tokens seen by the run, number from there on), ... of a plain number, or of text such as "128 @ 0, 256 @ 2B".
 
-    Tokens may end with k, M, B or T: 10^3, 10^6, 10^9 or 10^12. Raises ValueError, OverflowError.
+    Tokens may end with k, M, B or T: 10^3, 10^6, 10^9 or 10^12.
     """
     schedule = []
     for entry in str(value).split(","):
@@ -137,18 +93,35 @@ def parse_schedule(value: int | str) -> list[tuple[int, int]]:
     return schedule
 
 
-LOCAL = Form(r"(?!~|\w+:/)", "that names a folder or file, not a URL, with ~ written out")
-LOCAL_OR_S3 = Form(r"s3://[^/]|(?!~|\w+:/)", "that names a folder, with ~ written out, or s3://bucket/prefix")
-Count = Annotated[int, Range(0)]
-Positive = Annotated[int, Range(1)]
-CountByTokens = Annotated[int | str, ByTokens(0)]
-LengthByTokens = Annotated[int | str, ByTokens(2)]
-NonNegative = Annotated[float, Range(0.0)]
-AboveZero = Annotated[float, Range(1e-30)]
-Fraction = Annotated[float, Range(0.0, 1.0)]
-Decay = Annotated[float, Range(0.0, 0.99999)]
+# What a value may be; `description` says it in errors and in --help. The upper bounds keep out what is not finite.
+LOCAL = Meta(
+    pattern=r"^(?!~|\w+:/)",
+    description="a string that names a folder or file, not a URL, with ~ written out",
+)
+LOCAL_OR_S3 = Meta(
+    pattern=r"^(s3://[^/@]+(/|$)|(?!~|\w+:/))",
+    description="a string that names a folder, with ~ written out, or s3://bucket/prefix, without credentials, which "
+    "are taken from the environment",
+)
+BY_TOKENS = Meta(
+    pattern=r"^\s*[1-9]\d*\s*@\s*0\s*(,\s*[1-9]\d*\s*@\s*\d[\d_]*(\.\d+)?[kMBT]?\s*)*$",
+    description='such numbers by the tokens seen, from 0 on: "128 @ 0, 256 @ 1.5B"',
+)
+Count = Annotated[int, Meta(ge=0, le=2**63 - 1, description="an integer >= 0")]
+Positive = Annotated[int, Meta(ge=1, le=2**63 - 1, description="an integer >= 1")]
+CountByTokens = Count | Annotated[str, BY_TOKENS]
+LengthByTokens = Annotated[int, Meta(ge=2, le=2**63 - 1, description="an integer >= 2")] | Annotated[str, BY_TOKENS]
+NonNegative = Annotated[float, Meta(ge=0, le=1e30, description="a number >= 0")]
+AboveZero = Annotated[float, Meta(gt=0, le=1e30, description="a number above 0")]
+Fraction = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
+Decay = Annotated[float, Meta(ge=0, le=0.99999, description="a number from 0 to 0.99999")]
 Folder = Annotated[str, LOCAL]
 FolderOrS3 = Annotated[str, LOCAL_OR_S3]
+
+
+def is_form(text: str, form: Meta) -> bool:
+    """Whether `text` begins as LOCAL or LOCAL_OR_S3 says."""
+    return re.search(form.pattern or "", text) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,16 +132,32 @@ class Run:
     """Folder of this run; an existing run is resumed. Empty: a new folder under `outputs`."""
     outputs: Folder = "outputs"
     """Parent folder of automatically named run folders."""
-    seed: Annotated[int, Range(0, 2**63 - 1)] = 0
+    seed: Count = 0
     """Seed of the initial weights, the data order and sampling."""
     deterministic: bool = False
     """Use torch's deterministic kernels: the same bits from run to run on a GPU, at some cost in speed."""
 
 
+class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How rotary angles change for contexts longer than the original. None: as models/llama/model.py has it."""
+
+    kind: Literal["", "llama3", "yarn", "linear", "dynamic"] | None = None
+    factor: AboveZero | None = None
+    original_seq_len: Positive | None = None
+    low_freq_factor: AboveZero | None = None
+    high_freq_factor: AboveZero | None = None
+    beta_slow: NonNegative | None = None
+    beta_fast: NonNegative | None = None
+    exact_bounds: bool | None = None
+    attention_factor: NonNegative | None = None
+    full_layers_only: bool | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Which model: a name in `models.MODELS` and one of its flavors."""
+    """Which model: a name in `models.MODELS`, one of its flavors, and fields that differ from the flavor's."""
 
+    # Each field of a family's own config, such as LlamaConfig, is also a line here. None: as the flavor has it.
     name: str = "llama"
     """Model family, a key of `models.MODELS`."""
     flavor: str = "debug"
@@ -176,15 +165,51 @@ class Model:
     llama2_13B, granite_7B, granite3.3_2B, granite3.3_8B, granite4.1_3B, qwen3_0.6B, qwen3_1.7B, qwen3_4B, qwen3_8B,
     mistral_7B, smollm3_3B, olmo2_7B, 11B. `checkpoint`: model and shape of checkpoint.initial_load. That is also what
     --checkpoint.initial_load=PLACE means on a command line that names no flavor."""
-    changes: tuple[str, ...] = ()
-    """Fields of the flavor with other values, such as `dim=512`. --model.dim=512, or `dim = 512` in TOML, adds one:
-    dim, n_heads, n_kv_heads, hidden_dim, head_dim, norm_eps, rope_theta, rope_scaling, tie_embeddings, qkv_bias,
-    o_bias, mlp_bias, qk_norm, norm_after, windows, rope_thetas, embedding_multiplier, attention_multiplier,
-    residual_multiplier, logits_divisor. models/llama/model.py says what they are."""
-    vocab_size: Count = 0
-    """Rows of the embedding. 0: the flavor's; if it names none, the tokenizer's, rounded up to a multiple of 64."""
-    n_layers: Count = 0
-    """Number of layers. 0: the flavor's. Fewer try a large model's shapes on few devices."""
+    vocab_size: Count | None = None
+    """Rows of the embedding. 0, as most small flavors have it: the tokenizer's, rounded up to a multiple of 64."""
+    dim: Positive | None = None
+    """Width of the hidden states."""
+    n_layers: Positive | None = None
+    """Number of layers. Fewer try a large model's shapes on few devices."""
+    n_heads: Positive | None = None
+    """Query heads of a layer."""
+    n_kv_heads: Positive | None = None
+    """Heads of keys and values of a layer. Must divide n_heads."""
+    hidden_dim: Positive | None = None
+    """Width inside the feed-forward."""
+    head_dim: Count | None = None
+    """Width of a head, an even number. 0: dim / n_heads, also where the flavor's is that."""
+    norm_eps: AboveZero | None = None
+    """Added to the mean square in RMSNorm."""
+    rope_theta: AboveZero | None = None
+    """Base of the rotary embedding's frequencies."""
+    rope_scaling: RopeScaling | None = None
+    """How rotary angles change for long contexts: {kind = "yarn", factor = 4.0, original_seq_len = 8192}. Kinds:
+    llama3, yarn, linear, dynamic. `RopeScaling` in models/llama/model.py says what the keys are."""
+    tie_embeddings: bool | None = None
+    """Use one weight as embedding and output layer."""
+    qkv_bias: bool | None = None
+    """Biases of the projections to queries, keys and values."""
+    o_bias: bool | None = None
+    """Bias of attention's output projection."""
+    mlp_bias: bool | None = None
+    """Biases of the feed-forward."""
+    qk_norm: Literal["", "head", "width"] | None = None
+    """RMSNorm of queries and keys: of each head, of all heads together (`width`), or none ("")."""
+    norm_after: bool | None = None
+    """Norms on what attention and feed-forward return, in place of norms on what they get."""
+    windows: tuple[Count, ...] | None = None
+    """Tokens that a token sees, itself included, by layer, repeated if there are more layers. 0: all before it."""
+    rope_thetas: tuple[NonNegative, ...] | None = None
+    """rope_theta by layer, repeated if there are more layers. 0: no rotary embedding."""
+    embedding_multiplier: NonNegative | None = None
+    """Factor of the embeddings. 0: none."""
+    attention_multiplier: NonNegative | None = None
+    """Factor of the products of queries and keys, in place of 1 / sqrt(head_dim). 0: none."""
+    residual_multiplier: NonNegative | None = None
+    """Factor of what attention and feed-forward return. 0: none."""
+    logits_divisor: NonNegative | None = None
+    """Divisor of the logits. 0: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,6 +260,12 @@ class Training:
     loss_chunks: Count = 1
     """Pieces of the output layer and loss; only one piece's logits exist at a time. 0: 4 pieces, or 1 with tp or pp."""
 
+    def __post_init__(self) -> None:
+        for name, value in (("seq_len", self.seq_len), ("global_batch_size", self.global_batch_size)):
+            begins = [tokens for tokens, _ in parse_schedule(value)]
+            if begins != sorted(set(begins)):
+                raise ConfigError(f"training.{name} = {value!r}: the tokens seen must rise from 0 on")
+
     @property
     def seq_lens(self) -> list[int]:
         """Tokens per sequence, in the order of the schedule."""
@@ -250,14 +281,13 @@ class Training:
         return max(self.seq_lens)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParameterGroup:
+class ParameterGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Settings of the weights whose name, such as `layers.0.attention.wq.weight`, is like `pattern` (*, ?, [abc])."""
 
     pattern: str = "*"
     kind: Literal["", "adamw", "muon"] = ""  # "": as optimizer.name has it
     lr: NonNegative = 1.0  # times optimizer.lr
-    weight_decay: Annotated[float, Range(-1)] = -1.0  # -1: as without the group
+    weight_decay: NonNegative | None = None  # None: as without the group
     betas: tuple[Decay, ...] = ()  # AdamW's two, or Muon's momentum; none: as without the group
 
 
@@ -313,7 +343,7 @@ class Parallelism:
 
     dp_replicate: Positive = 1
     """Replicas of the model (DDP, or HSDP when `dp_shard` is above 1)."""
-    dp_shard: Annotated[int, Range(-1)] = -1
+    dp_shard: Annotated[int, Meta(ge=-1, le=2**63 - 1, description="an integer >= -1")] = -1
     """Ranks that share one copy of the model (FSDP2). -1: all remaining ranks."""
     cp: Positive = 1
     """Context parallelism: ranks that share each sequence. FSDP2 also shards the weights over them."""
@@ -342,7 +372,7 @@ class Parallelism:
     """How keys and values of other ranks arrive: all at once (`allgather`), or rank by rank in less memory (`ring`)."""
     pp_schedule: Literal["1F1B", "Interleaved1F1B"] = "1F1B"
     """Order of the pipeline's forwards and backwards. `Interleaved1F1B` gives each rank more than one stage."""
-    pp_stages_per_rank: Annotated[int, Range(2)] = 2
+    pp_stages_per_rank: Annotated[int, Meta(ge=2, le=2**63 - 1, description="an integer >= 2")] = 2
     """Stages per rank with `Interleaved1F1B`."""
     pp_microbatch_size: Positive = 1
     """Sequences per pipeline microbatch. Must divide training.local_batch_size."""
@@ -548,19 +578,32 @@ def _find_kinds() -> dict[str, Any]:
     return kinds
 
 
-KINDS = types.MappingProxyType(_find_kinds())  # dotted key → type of its value, with its Range or Form
-OTHER_NAMES = {  # setting → what other projects call it
-    "optimizer.lr": "learning_rate",
-    "training.local_batch_size": "batch_size micro_batch_size",
-    "training.global_batch_size": "gbs",
-    "training.steps": "max_steps num_steps iters max_iters",
-    "training.seq_len": "seq_length sequence_length context_length",
-    "training.max_norm": "grad_clip clip_grad",
-    "lr_scheduler.warmup_steps": "warmup warmup_iters",
-    "data.datasets": "dataset data_path",
-    "run.folder": "output_dir out_dir",
-    "resume": "resume_from",
-}
+KINDS = types.MappingProxyType(_find_kinds())  # dotted key → type of its value, with its range or form
+OTHER_NAMES = types.MappingProxyType(  # what other projects call a setting → its name here
+    {
+        "learning_rate": "optimizer.lr",
+        "batch_size": "training.local_batch_size",
+        "micro_batch_size": "training.local_batch_size",
+        "gbs": "training.global_batch_size",
+        "max_steps": "training.steps",
+        "num_steps": "training.steps",
+        "max_iters": "training.steps",
+        "seq_length": "training.seq_len",
+        "sequence_length": "training.seq_len",
+        "context_length": "training.seq_len",
+        "grad_clip": "training.max_norm",
+        "warmup": "lr_scheduler.warmup_steps",
+        "warmup_iters": "lr_scheduler.warmup_steps",
+        "dataset": "data.datasets",
+        "data_path": "data.datasets",
+        "output_dir": "run.folder",
+        "out_dir": "run.folder",
+        "resume_from": "resume",
+    }
+)
+
+
+# ---------------------------------------------------------------- from files and the command line to a Config
 
 
 def load_config(argv: Sequence[str]) -> Config:
@@ -573,27 +616,51 @@ def load_config(argv: Sequence[str]) -> Config:
         words = [word for word in argv[asked[0] :] if not word.startswith("-")]
         print(help_text(load_config(argv[: asked[0]]), words))
         raise SystemExit(0)
-    overrides = _parse_command_line(argv)
-    file = overrides.pop("config", "")
-    folder = overrides.pop("resume", "")
-    trunk = overrides.get("checkpoint.branch_from", "")
-    if folder and (file or "run.folder" in overrides):
+    typed = _parse_command_line(argv)
+    file = typed.pop("config", "")
+    folder = typed.pop("resume", "")
+    trunk = typed.get("checkpoint.branch_from", "")
+    if folder and (file or "run.folder" in typed):
         raise ConfigError(f"--resume={_redact(folder)}: is itself config and run.folder; leave those out")
-    values = read_toml(Path(file)) if file else {}
+    if "checkpoint.initial_load" in typed and not (folder or trunk):
+        typed = {"model.flavor": FROM_CHECKPOINT} | typed
+    values: dict[str, Any] = {}
     if folder:
-        recorded = Path(folder, "config.toml")
-        with file_errors():
-            values = read_recorded(recorded.read_bytes(), recorded)
-        values.setdefault("run", {})["folder"] = folder
-    elif trunk and not file:
+        values = _resumed_values(folder)
+    elif file:
+        values = read_toml(Path(file))
+    elif trunk:
         values = _trunk_values(trunk)
-    others = {"model.flavor", "checkpoint.branch_from"}
-    if "checkpoint.initial_load" in overrides and not folder and others.isdisjoint(overrides):
-        overrides["model.flavor"] = FROM_CHECKPOINT
-    for key, text in overrides.items():
+    layer: dict[str, Any] = {}
+    for key, value in typed.items():
         section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = _parse_value(text, KINDS.get(key))
-    return from_dict(values)
+        layer.setdefault(section, {})[name] = value
+    return from_dict(overlay(values, layer))
+
+
+def overlay(values: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested settings with those of `layer`, which count, over them. Raises ConfigError."""
+    merged = {section: dict(entries) for section, entries in values.items()}
+    for section, entries in layer.items():
+        merged.setdefault(section, {}).update(entries)
+    # Both say how long a run is.
+    length = layer.get("training", {})
+    if length.get("epochs") and "steps" in length:
+        raise ConfigError("training.steps and training.epochs: each says how long the run is; set one of them")
+    if "steps" in length:
+        merged["training"]["epochs"] = 0.0
+    return merged
+
+
+def _resumed_values(folder: str) -> dict[str, Any]:
+    recorded = Path(folder, "config.toml")
+    if not recorded.is_file():
+        runs = [str(file.parent) for file in Path(folder).parent.glob("*/config.toml")]
+        what = "is not the folder of a run: it has no config.toml" if Path(folder).is_dir() else "does not exist"
+        raise ConfigError(f"--resume={_redact(folder)}: {what}{close_match(folder, runs)}")
+    with file_errors():
+        values = read_recorded(recorded.read_bytes(), recorded)
+    return overlay(values, {"run": {"folder": folder}})
 
 
 def _trunk_values(place: str) -> dict[str, Any]:
@@ -610,47 +677,29 @@ def _trunk_values(place: str) -> dict[str, Any]:
     return values
 
 
-def from_dict(values: dict[str, Any]) -> Config:
+def from_dict(values: Mapping[str, Any]) -> Config:
     """Build a Config from nested dicts and check each key and value. Raises ConfigError."""
     sections: dict[str, Any] = {}
     for section, entries in values.items():
         if section not in SECTIONS or not isinstance(entries, dict):
             raise ConfigError(f"[{section}]: must be a section: {', '.join(SECTIONS)}{close_match(section, SECTIONS)}")
-        if section == "model":
-            entries = _with_changes(entries)
-        checked = {name: _check_value(f"{section}.{name}", value) for name, value in entries.items()}
+        checked = {name: _convert(f"{section}.{name}", value) for name, value in entries.items()}
         sections[section] = SECTIONS[section](**checked)
     return Config(**sections)
 
 
-def _with_changes(entries: Mapping[str, Any]) -> dict[str, Any]:
-    """The section `model`, with fields of the flavor as `changes`. A later value counts."""
-    settings = {}
-    changes = dict(change.partition("=")[::2] for change in entries.get("changes", ()))
-    for name, value in entries.items():
-        if is_flavor_field(f"model.{name}"):
-            changes[name] = json.dumps(value)
-        else:
-            settings[name] = value
-    if changes:
-        settings["changes"] = [f"{name}={text}" for name, text in changes.items()]
-    return settings
-
-
-def is_flavor_field(key: str) -> bool:
-    """Whether a setting must be a field of the model's flavor, since the section `model` has none of that name."""
-    of_model = re.fullmatch(r"model\.[a-z_0-9]+", key) is not None
-    return of_model and key not in KINDS and not re.search(CREDENTIALS, key, re.IGNORECASE)
-
-
-def read_toml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:
+def read_toml(path: Path, others: Sequence[str] = (), above: Sequence[Path] = ()) -> dict[str, Any]:
     """Read a TOML file as nested dicts, over the file that its `base` names, relative to it. Raises ConfigError.
 
-    Entries with one of the names `others` are no settings, and stay as they are.
+    Entries with one of the names `others` are no settings, and stay as they are. `above`: the files whose base it is.
     """
+    if path.resolve() in above:
+        raise ConfigError(f"{path}: is its own base")
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-        base = values.pop("base", None)
+        values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors put a mark before the text
+        base = values.pop("base", "")
+        if not isinstance(base, str):
+            raise ConfigError(f"base = {base!r}: must be a string that names a file")
         more = {key: values.pop(key) for key in others if key in values}
         from_dict(values)
     except OSError as error:
@@ -660,10 +709,8 @@ def read_toml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    merged = read_toml(path.parent / str(base)) if base else {}
-    for section, entries in values.items():
-        merged.setdefault(section, {}).update(entries)
-    return merged | more
+    below = read_toml(path.parent / base, (), (*above, path.resolve())) if base else {}
+    return overlay(below, values) | more
 
 
 def read_recorded(text: bytes, place: object) -> dict[str, Any]:
@@ -675,9 +722,10 @@ def read_recorded(text: bytes, place: object) -> dict[str, Any]:
     values: dict[str, dict[str, Any]] = {}
     unknown = []
     for section, entries in recorded.items():
-        for name, value in entries.items():
+        if not isinstance(entries, dict):
+            raise ConfigError(f"{place}: {section} = {entries!r} stands in no section")
+        for name, value in _in_todays_words(section, entries).items():
             try:
-                _kind_of(f"{section}.{name}")  # a flavor's fields are recorded as `changes`
                 from_dict({section: {name: value}})
                 values.setdefault(section, {})[name] = value
             except ConfigError:
@@ -687,97 +735,110 @@ def read_recorded(text: bytes, place: object) -> dict[str, Any]:
     return values
 
 
+def _in_todays_words(section: str, entries: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a section as versions until November 2026 recorded them, in this version's words."""
+    if section == "model" and "changes" in entries:
+        fields = {name: value for name, value in entries.items() if value != 0 and name != "changes"}
+        for change in entries["changes"]:
+            name, _, text = change.partition("=")
+            fields[name] = json.loads(text)
+        return {name: value for name, value in fields.items() if value is not None}
+    if section == "optimizer":
+        groups = [dict(group) for group in entries.get("groups", ())]
+        for group in groups:
+            if group.get("weight_decay") == -1:
+                del group["weight_decay"]
+        return entries | {"groups": groups}
+    return entries
+
+
 def recorded_config(folder: Path) -> Config | None:
     """The config that a run recorded in its folder, None if there is none. Raises ConfigError."""
     file = folder / "config.toml"
     return from_dict(read_recorded(file.read_bytes(), file)) if file.is_file() else None
 
 
-def _parse_command_line(argv: Sequence[str]) -> dict[str, str]:
-    """Dotted key, `config` or `resume` → text. The last one counts. A `--flag` and FILE.toml may stand alone."""
-    given: dict[str, str] = {}
+def _parse_command_line(argv: Sequence[str]) -> dict[str, Any]:
+    """Dotted key → value as in TOML, and `config` and `resume`. The last one counts. FILE.toml may stand alone."""
+    given: dict[str, Any] = {}
     words = list(argv)
     while words:
         word = words.pop(0)
+        if re.search("[\ud800-\udfff]", word):
+            raise ConfigError(f"{word!a}: is not UTF-8")
         if word.endswith(".toml") and not word.startswith("-"):
             word = f"--config={word}"
         if not word.startswith("--"):
             raise ConfigError(f"{_redact(word)}: expected FILE.toml, --section.field=value or --resume=FOLDER")
         key, equals, text = word[2:].partition("=")
         is_place = key in ("config", "resume")
-        kind = str if is_place or is_flavor_field(key) else _kind_of(key, "--")
+        kind = str if is_place else _kind_of(key, "--")
+        is_switch = bool in _plain_types(kind)
         if not equals:
-            stands_alone = not words or words[0].startswith("--") or (kind is bool and words[0].endswith(".toml"))
+            stands_alone = not words or words[0].startswith("--") or (is_switch and words[0].endswith(".toml"))
             if not stands_alone:
                 text = words.pop(0)
-            elif kind is bool:
+            elif is_switch:
                 text = "true"
         if not text and (is_place or not equals):
             raise ConfigError(f"--{key}: needs a value, as in --{key}={'PATH' if is_place else '...'}")
-        given[key] = text
+        given[key] = _parse(text, kind)
     return given
 
 
-def _parse_value(text: str, kind: Any) -> Any:
+def _parse(text: str, kind: Any) -> Any:
     """The value that `text` stands for. Returns `text` if it cannot be one: the check of its type then says so."""
-    base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
-    if base is None:  # a field of the model's flavor
+    for plain in _plain_types(kind):
+        if get_origin(plain) is tuple and not text.lstrip().startswith("["):
+            return [_parse(part.strip(), get_args(plain)[0]) for part in text.split(",") if part.strip()]
         with suppress(ValueError):
-            return tomllib.loads(f"value = {text}")["value"]
-        return text
-    if get_origin(base) is tuple and not text.lstrip().startswith("["):
-        return [_parse_value(part.strip(), get_args(base)[0]) for part in text.split(",") if part.strip()]
-    with suppress(ValueError):
-        if base == int | str:
-            return int(text)
-        if base in (int, float):
-            return base(text)
-        if base is bool or get_origin(base) is tuple:
-            return tomllib.loads(f"value = {text}")["value"]
+            return PARSERS.get(plain, _parse_toml)(text)
     return text
 
 
-def _check_value(key: str, value: Any, kind: Any = None) -> Any:
-    """Return `value` as the `kind` of `key`. Raises a ConfigError that says what is allowed."""
-    kind = kind or _kind_of(key)
-    base, allowed = get_args(kind) if get_origin(kind) is Annotated else (kind, None)
-    hint = ""
-    if get_origin(base) is Literal:
-        if value in get_args(base):
-            return value
-        hint = close_match(str(value), get_args(base))
-    elif get_origin(base) is tuple and isinstance(value, (list, tuple)):
-        return tuple(_check_value(key, item, get_args(base)[0]) for item in value)
-    elif base is ParameterGroup and isinstance(value, dict):
-        kinds = get_type_hints(base, include_extras=True)
-        fields = {}
-        for name, entry in value.items():
-            if name not in kinds:
-                raise ConfigError(f"{key}.{name}: unknown key; one of {', '.join(kinds)}")
-            fields[name] = _check_value(f"{key}.{name}", entry, kinds[name])
-        return base(**fields)
-    elif base == int | str and type(value) in (int, str) and value in allowed:
-        return value
-    elif base is float and type(value) is int:
-        return _check_value(key, float(value), kind)
-    elif isinstance(allowed, Form) and re.search(r"://[^/@]*@", str(value)):  # other text may hold such words
-        hint = ", without credentials, which are taken from the environment only"
-    elif type(value) is base and (allowed is None or value in allowed):
-        return value
-    raise ConfigError(f"{key} = {_redact(json.dumps(value, default=str))}: must be {_kind_name(kind)}{hint}")
+def _parse_toml(text: str) -> Any:
+    return tomllib.loads(f"value = {text}")["value"]
 
 
-def _kind_name(kind: Any) -> str:
+PARSERS: Mapping[Any, Callable[[str], Any]] = types.MappingProxyType({int: int, float: float, str: str})
+
+
+def _plain_types(kind: Any) -> list[Any]:
+    """The types that a value of `kind` may have, without their ranges."""
     if get_origin(kind) is Annotated:
-        base, allowed = get_args(kind)
-        return f"{_kind_name(base)} {allowed}"
-    if get_origin(kind) is tuple:
-        return f"a list, each {_kind_name(get_args(kind)[0])}"
+        return _plain_types(get_args(kind)[0])
     if get_origin(kind) is Literal:
-        return "one of " + ", ".join(get_args(kind))
-    if kind is ParameterGroup:
-        return "a table"
-    return {int: "an integer", int | str: "an integer", float: "a number", str: "a string", bool: "true or false"}[kind]
+        return [str]
+    if get_origin(kind) in (Union, types.UnionType):
+        parts = [part for part in get_args(kind) if part is not types.NoneType]
+        return [plain for part in parts for plain in _plain_types(part)]
+    return [kind]
+
+
+def _convert(key: str, value: Any) -> Any:
+    """`value` as the kind of `key`. Raises a ConfigError that says what is allowed."""
+    kind = _kind_of(key)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        allowed = kind_name(kind)
+        hint = close_match(value, re.findall(r"\w+", allowed)) if isinstance(value, str) else ""
+        if "`$" in str(error):  # inside a list or table
+            hint += ": " + str(error).replace("`$", f"`{key}")
+        raise ConfigError(f"{key} = {_redact(json.dumps(value, default=str))}: must be {allowed}{hint}") from None
+
+
+def kind_name(kind: Any) -> str:
+    """What a value of `kind` may be, in words."""
+    if get_origin(kind) is Annotated:
+        return get_args(kind)[1].description
+    if get_origin(kind) in (Union, types.UnionType):
+        return ", or ".join(kind_name(part) for part in get_args(kind) if part is not types.NoneType)
+    if get_origin(kind) is tuple:
+        return f"a list, each {kind_name(get_args(kind)[0])}"
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(word or '""' for word in get_args(kind))
+    return {str: "a string", bool: "true or false"}.get(kind) or f"a table of {', '.join(kind.__struct_fields__)}"
 
 
 def _kind_of(key: str, dashes: str = "") -> Any:
@@ -791,13 +852,12 @@ def _kind_of(key: str, dashes: str = "") -> Any:
 
 def _hint(key: str, dashes: str = "") -> str:
     """The settings that `key` may mean, to end an error with: by the last part, another project's name or likeness."""
-    meant: dict[str, list[str]] = {}
-    for known in (*KINDS, "config", "resume"):
-        for name in {known, known.rpartition(".")[2], *OTHER_NAMES.get(known, "").split()}:
-            meant.setdefault(name, []).append(dashes + known)
     last = key.rpartition(".")[2].replace("-", "_").lower()
-    names = [last] if last in meant else difflib.get_close_matches(key, meant, n=1)
-    nearest = [near for name in names for near in difflib.get_close_matches(key, meant[name], n=3, cutoff=0)]
+    names = {known: known for known in (*KINDS, "config", "resume")} | OTHER_NAMES
+    meant = [known for name, known in names.items() if last == name.rpartition(".")[2]]
+    if not meant:
+        meant = [names[name] for name in difflib.get_close_matches(key, names, n=1)]
+    nearest = [dashes + known for known in difflib.get_close_matches(key, meant, n=3, cutoff=0)]
     return f"; did you mean {' or '.join(nearest)}?" if nearest else "; --help WORD prints the settings about a word"
 
 
@@ -812,67 +872,69 @@ def _redact(text: str) -> str:
     return re.sub(r"://[^/@\s]*@", "://***@", text)
 
 
+# ---------------------------------------------------------------- from a Config to text
+
+
+def flatten(config: Config) -> dict[str, Any]:
+    """Dotted key → value, as plain values that JSON can hold; None: as the model's flavor has it."""
+    flat: dict[str, Any] = {}
+    for section, values in msgspec.to_builtins(config).items():
+        flat |= {f"{section}.{name}": value for name, value in values.items()}
+    return flat
+
+
 def to_toml(config: Config) -> str:
-    """The resolved config as TOML with every field. Reading it gives the same Config."""
+    """The resolved config as TOML with every setting that has a value. Reading it gives the same Config."""
     lines = []
-    for section, fields in dataclasses.asdict(config).items():
+    for section, values in msgspec.to_builtins(config).items():
         lines.append(f"[{section}]")
-        lines += [f"{name} = {_toml(value)}" for name, value in fields.items()]
+        lines += [f"{name} = {value_text(value)}" for name, value in values.items() if value is not None]
         lines.append("")
     return "\n".join(lines)
 
 
-def _toml(value: Any) -> str:
+def value_text(value: Any) -> str:
+    """A value of `flatten` as TOML."""
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(value_text, value))}]"
     if isinstance(value, dict):
-        entries = [f"{name} = {_toml(entry)}" for name, entry in value.items()]
+        entries = [f"{name} = {value_text(entry)}" for name, entry in value.items()]
         return f"{{{', '.join(entries)}}}"
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def differences(old: Config, new: Config) -> dict[str, tuple[Any, Any]]:
     """Dotted key → (old, new) of the settings that differ, as plain values that JSON can hold."""
-    before = dataclasses.asdict(old)
-    after = dataclasses.asdict(new)
-    changed = {}
-    for section, values in before.items():
-        for name, value in values.items():
-            if value != after[section][name]:
-                changed[f"{section}.{name}"] = value, after[section][name]
-    return changed
-
-
-def change_text(value: Any) -> str:
-    """A value of `differences` for a log line, as in TOML; of a group of weights only what it sets."""
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(change_text, value))}]"
-    if isinstance(value, dict):
-        value = {name: entry for name, entry in value.items() if entry != getattr(ParameterGroup, name)}
-    return _toml(value)
+    after = flatten(new)
+    return {key: (value, after[key]) for key, value in flatten(old).items() if value != after[key]}
 
 
 def help_text(config: Config, words: Sequence[str] = ()) -> str:
     """The settings with all `words` in name or text: type, value in `config`, text. Raises ConfigError if none has."""
     usage = "usage: train.py [FILE.toml | --resume=RUN_FOLDER] [--section.field=value ...] [--help [WORD ...]]"
     parts = [] if words else [usage]
-    for section, values in dataclasses.asdict(config).items():
-        kind = SECTIONS[section]
+    defaults = flatten(Config())
+    values = flatten(config)
+    for section, kind in SECTIONS.items():
         lines = [f"[{section}]  {inspect.getdoc(kind)}"]
-        for name, text in field_docs(kind).items():
+        docs = field_docs(kind)
+        for name in get_type_hints(kind):
             key = f"{section}.{name}"
-            value = change_text(values[name])
-            default = _toml(getattr(kind, name))
-            shown = f"default {value}"
-            if value != default:
-                shown = f"here {value}; default {default}"
+            text = docs.get(name, "")
             if all(word.lower() in f"{key} {text}".lower() for word in words):
-                lines += [f"  --{key}=...  {_kind_name(KINDS[key])}; {shown}", textwrap.indent(text, " " * 6)]
+                shown = f"default {_shown(defaults[key])}"
+                if values[key] != defaults[key]:
+                    shown = f"here {_shown(values[key])}; {shown}"
+                lines += [f"  --{key}=...  {kind_name(KINDS[key])}; {shown}", textwrap.indent(text, " " * 6)]
         if len(lines) > 1:
             parts.append("\n".join(lines))
     if not parts:
         raise ConfigError(f"--help {' '.join(words)}: no setting has this in its name or text{_hint(words[0], '--')}")
     return "\n\n".join(parts)
+
+
+def _shown(value: Any) -> str:
+    return "the flavor's" if value is None else value_text(value)
 
 
 def field_docs(section: type) -> dict[str, str]:

@@ -16,6 +16,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -249,7 +250,7 @@ class MetricsLogger:
         self.file = open_records(self.folder / "metrics.jsonl")
         self.trackers = find_trackers(config)
         for tracker in self.trackers:
-            tracker.call(tracker.start, dataclasses.asdict(config))
+            tracker.call(tracker.start, msgspec.to_builtins(config))
         if config.metrics.tensorboard:
             board = self.folder / "tensorboard"
             with file_errors(board):

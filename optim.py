@@ -89,7 +89,7 @@ def _group_fields(name: str, weight: Tensor, group: ParameterGroup, settings: se
     if kind == "muon" and weight.ndim != 2:
         raise ConfigError(f'optimizer.groups: {group.pattern!r} has kind = "muon", but {name} is no matrix')
     weight_decay = group.weight_decay
-    if weight_decay < 0:
+    if weight_decay is None:
         weight_decay = settings.weight_decay if weight.ndim >= 2 else 0.0
     betas = {"optimizer.beta1": settings.beta1, "optimizer.beta2": settings.beta2}
     if kind == "muon":

@@ -40,7 +40,7 @@ from checkpoint.owner import Start, check_claim, new_start, read_known, record_k
 from checkpoint.ranks import Ranks
 from checkpoint.retention import Retention, check_room
 from checkpoint.state import Staging, model_tensors, optimizer_tensors, random_state, tensors_to_fill
-from config import Config, TitaniteError, change_text, differences, from_dict, read_recorded, to_toml
+from config import Config, TitaniteError, differences, from_dict, read_recorded, to_toml, value_text
 from data.ledger import saved_position
 from storage import LocalStore, Store, StoreError, join
 from storage.records import write_atomically
@@ -172,7 +172,7 @@ class CheckpointManager:
         trunk = from_dict(read_recorded(recorded.encode(), self.settings.branch_from))
         for key, (old, new) in differences(trunk, self.config).items():
             if key not in ("run.folder", "checkpoint.branch_from"):
-                logger.info(f"branch: {key} was {change_text(old)}, is now {change_text(new)}")
+                logger.info(f"branch: {key} was {value_text(old)}, is now {value_text(new)}")
 
     def _take_places(self) -> list[tuple[Store, str]]:
         """Claim the places of this run's checkpoints, if they have room. Returns what is there, newest first.

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Config, ConfigError, file_errors
+from config import Config, ConfigError, file_errors, flatten
 from data.ledger import Ledger, build_phases, count_steps, first_position, phase_at, saved_position
 from data.packing import PackedRows
 from data.shards import DataError, Split, check_datasets, content_hash, open_dataset, with_chat_template
@@ -97,10 +97,7 @@ class DataLoader:
 
     def check_ranks(self) -> None:
         """Raise ConfigError on all ranks, naming the setting, if ranks have different data or settings. Collective."""
-        facts = {}
-        for section, values in asdict(self._config).items():
-            for name, value in values.items():
-                facts[f"{section}.{name}"] = str(value)
+        facts = {key: str(value) for key, value in flatten(self._config).items()}
         facts["data.datasets"] = str([dataset.hash for dataset in self._datasets])
         facts["validation.datasets"] = str([dataset.hash for dataset in self._held_out])
         answers = [content_hash(place, self._config) for place in self._config.validation.answers]

@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm import tqdm
 
-from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors
+from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors, is_form
 from data import workers, writer
 from data.chat import chat_of, encode_examples, load_transformers, transformers_version, use_template
 from data.order import derive_key, random_words
@@ -396,7 +396,7 @@ def check_options(o: argparse.Namespace) -> None:
     for option, formats in OPTIONS.items():
         _check(o, option, not getattr(o, option) or o.format in formats, f"no effect with --format {o.format}")
     _check(o, "validation_fraction", 0 <= o.validation_fraction <= 1, "must be from 0 to 1")
-    _check(o, "output", o.output and o.output in LOCAL_OR_S3, f"must be a string {LOCAL_OR_S3}")
+    _check(o, "output", o.output and is_form(o.output, LOCAL_OR_S3), f"must be {LOCAL_OR_S3.description}")
     _check(o, "cluster", not (o.cluster and o.dry_run), "no effect with --dry-run")
     _check(o, "processes", not (o.processes and o.cluster), "no effect with --cluster")
     _check(

@@ -1,12 +1,12 @@
 """The models that train.py knows. To add one, add a folder beside `llama` and a line to MODELS."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -56,7 +56,7 @@ def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, 
     spec = _look_up("model.name", model.name, MODELS)
     flavor = _changed_flavor(model, spec)
     # A multiple of 64 keeps the output matmul on the fast path of GPUs, and 16 divides it for float8.
-    vocab_size = model.vocab_size or flavor.vocab_size or -(-data_vocab_size // 64) * 64
+    vocab_size = flavor.vocab_size or -(-data_vocab_size // 64) * 64
     if vocab_size < data_vocab_size:
         key = f"model.flavor = {model.flavor!r}"
         if model.vocab_size:
@@ -65,20 +65,12 @@ def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, 
             f"{key}: {vocab_size} rows of embedding are too few; the data's tokenizer needs {data_vocab_size}; "
             "set model.vocab_size to at least that"
         )
-    if model.n_layers:
-        flavor = dataclasses.replace(flavor, n_layers=model.n_layers)
     return spec, dataclasses.replace(flavor, vocab_size=vocab_size)
 
 
 def _changed_flavor(model: settings.Model, spec: ModelSpec) -> Any:
-    """The flavor that `model` names, with its changes. Raises ConfigError."""
-    changes = {}
-    for change in model.changes:
-        name, _, text = change.partition("=")
-        try:
-            changes[name] = json.loads(text)
-        except ValueError:
-            raise ConfigError(f"model.{name} = {text}: must be a number, true, false, a text or a list") from None
+    """The flavor that `model` names, with the fields that it sets. Raises ConfigError."""
+    changes = set_fields(model)
     fields = {}
     if model.flavor != settings.FROM_CHECKPOINT:
         fields = dataclasses.asdict(_look_up("model.flavor", model.flavor, spec.flavors))
@@ -87,21 +79,30 @@ def _changed_flavor(model: settings.Model, spec: ModelSpec) -> Any:
             fields["head_dim"] = 0  # it follows from the other two
     elif not changes:
         raise ConfigError(f'model.flavor = "{model.flavor}": needs checkpoint.initial_load, whose shape it takes')
-    for name, value in changes.items():
-        if name not in _field_names(spec):
-            known = [*_field_names(spec), *settings.field_docs(settings.Model)]
-            raise ConfigError(f"model.{name}: unknown key, also of the flavor{close_match(name, known)}")
-        if isinstance(fields.get(name), int | float) and not isinstance(value, int | float):
-            raise ConfigError(f"model.{name} = {value!r}: must be a number")
+    _check_fields(model.name, spec, changes)
     try:
         return spec.recorded_flavor(fields | changes)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"model.flavor = {model.flavor!r} with {', '.join(model.changes)}: {error}") from None
+        asked = [f"{name} = {value!r}" for name, value in changes.items()]
+        raise ConfigError(f"model.flavor = {model.flavor!r} with {', '.join(asked)}: {error}") from None
 
 
-def _field_names(spec: ModelSpec) -> list[str]:
-    flavor = next(iter(spec.flavors.values()))
-    return [field.name for field in dataclasses.fields(flavor)]
+def set_fields(model: settings.Model) -> dict[str, Any]:
+    """The fields of the flavor that `model` sets."""
+    entries = msgspec.to_builtins(model)
+    return {name: value for name, value in entries.items() if value is not None and name not in ("name", "flavor")}
+
+
+def _check_fields(family: str, spec: ModelSpec, changes: Mapping[str, Any]) -> None:
+    """Refuse settings of `changes` that the family lacks, and fields of its flavors that are no settings."""
+    kind = type(next(iter(spec.flavors.values())))
+    names = [field.name for field in dataclasses.fields(kind)]
+    for name, value in changes.items():
+        if name not in names:
+            raise ConfigError(f"model.{name} = {value!r}: a {family} has no such field")
+    for name in names:
+        if f"model.{name}" not in settings.KINDS:
+            raise ConfigError(f"{kind.__name__}.{name}: is no setting yet; add it to the class Model in config.py")
 
 
 def recorded_model(identity: Mapping[str, Any]) -> tuple[ModelSpec, Any]:

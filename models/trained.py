@@ -14,9 +14,9 @@ from checkpoint.files import read_state
 from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import Manifest, Opened
 from checkpoint.state import model_tensors
-from config import FROM_CHECKPOINT, Config, parse_schedule, tomllib
+from config import FROM_CHECKPOINT, Config, from_dict, parse_schedule, tomllib
 from data.tokenizer import Tokenizer
-from models import build_model, recorded_model
+from models import build_model, recorded_model, set_fields
 from parallel.device import device_type
 
 
@@ -52,10 +52,9 @@ def settle_model(config: Config) -> Config:
         identity = load_place(place, lambda opened: opened.manifest["identity"])
     else:
         return config  # find_model says what is missing
-    fields = {name: json.dumps(value) for name, value in identity.items() if name != "name"}
-    changes = fields | dict(change.partition("=")[::2] for change in model.changes)
-    settled = tuple(f"{name}={text}" for name, text in changes.items())
-    return dataclasses.replace(config, model=dataclasses.replace(model, name=identity["name"], changes=settled))
+    recorded = {name: value for name, value in identity.items() if value is not None}
+    entries = {"flavor": FROM_CHECKPOINT, **recorded, **set_fields(model)}
+    return dataclasses.replace(config, model=from_dict({"model": entries}).model)
 
 
 def longest_sequence(manifest: Manifest) -> int:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint.ranks import Ranks
-from config import Config, ConfigError, TitaniteError, change_text, file_errors
+from config import Config, ConfigError, TitaniteError, file_errors, value_text
 from data.loader import Batch, DataLoader
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Compute
@@ -131,7 +131,7 @@ class TrainingRun:
         begin = partial(start_run, config, self.identity, environment, self.check, self.data.tokenizer.save)
         self.folder, self.this_start, changed = from_rank_0(begin)
         for key, (old, new) in changed.items():
-            logger.info(f"resume: {key} was {change_text(old)}, is now {change_text(new)}")
+            logger.info(f"resume: {key} was {value_text(old)}, is now {value_text(new)}")
         logger.info(f"run folder {self.folder}  {environment.world_size} x {self.device.type}  {self.dims}")
         self.stop = self._contexts.enter_context(StopRequest(self.folder, environment))
         self.asked_to_stop = self.stop.agreed

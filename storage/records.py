@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from config import LOCAL, ConfigError, TitaniteError, file_errors
+from config import LOCAL, ConfigError, TitaniteError, file_errors, is_form
 
 T = TypeVar("T")
 
@@ -49,8 +49,8 @@ def write_atomically(path: Path, data: bytes | memoryview) -> None:
 
 def output_path(text: str) -> Path:
     """argparse type for an `--output`."""
-    if not text or text not in LOCAL:
-        raise argparse.ArgumentTypeError(f"{text}: must be a string {LOCAL}")
+    if not text or not is_form(text, LOCAL):
+        raise argparse.ArgumentTypeError(f"{text}: must be {LOCAL.description}")
     return Path(text)
 
 

@@ -33,7 +33,7 @@ from checkpoint.files import plan_rows, read_state, write_items
 from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import MANIFEST, Manifest, Opened, commit, sha256
 from checkpoint.state import model_tensors
-from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors
+from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors, is_form
 from data.chat import chat_of, transformers_version
 from data.tokenizer import CONFIG, TOKENIZER, Tokenizer, content_of, json_object, read_files
 from metrics import quiet_noisy_loggers
@@ -195,7 +195,8 @@ def exported_model(manifest: Manifest) -> tuple[Any, nn.Module, Any]:
 def new_checkpoint(place: str) -> tuple[Store, str]:
     """(store, name) of a checkpoint to be written. Raises CheckpointError if there is one."""
     parent, _, name = place.rstrip("/").rpartition("/")
-    if place not in LOCAL_OR_S3 or name in ("", ".", "..") or parent.endswith("/"):  # in an object store, // is not /
+    # In an object store // is not /.
+    if not is_form(place, LOCAL_OR_S3) or name in ("", ".", "..") or parent.endswith("/"):
         raise CheckpointError(f"{place}: name a new folder, with ~ written out, or s3://bucket/prefix")
     store = open_store(parent or ("/" if place.startswith("/") else "."))
     if store.sizes(name):

@@ -67,7 +67,7 @@ def test_command_line_values(words: list[str], key: str, value: object) -> None:
         (["--data.weights=1,x"], ["data.weights", '"x"', "a number"]),
         (["--training.param_dtype=bf16"], ["param_dtype", "bf16", "bfloat16, float32", "did you mean bfloat16"]),
         (["--resume=x", "--run.folder=y"], ["--resume=x", "leave those out"]),
-        (["--resume=x"], ["x/config.toml: No such file"]),
+        (["--resume=x"], ["--resume=x: does not exist"]),
         (
             ["--checkpoint.branch_from=s3://b/x@5"],
             ["branch_from=s3://b/x@5: s3:/b/x/config.toml does not exist", "FILE.toml"],
@@ -112,7 +112,7 @@ def test_bad_files_are_named(text: str, said: str, tmp_path: Path) -> None:
 def test_schedules_are_read_as_written() -> None:
     written = "1 @ 0, 2 @ 10, 3@1.5k,4 @ 2_000_000, 5 @ 500M , 6 @ 0.7B, 7 @ 12T"
     begins = [0, 10, 1500, 2 * 10**6, 5 * 10**8, 7 * 10**8, 12 * 10**12]
-    assert written in settings.ByTokens(1)
+    assert load_config([f"--training.global_batch_size={written}"]).training.global_batch_size == written
     assert settings.parse_schedule(written) == [*zip(begins, range(1, 8), strict=True)]
     assert settings.parse_schedule(16) == [(0, 16)]
 
@@ -160,10 +160,10 @@ def test_help_shows_what_would_run_and_every_flavor(capsys: pytest.CaptureFixtur
     printed = " ".join(capsys.readouterr().out.split())
     assert "--optimizer.lr=... a number >= 0; here 0.004; default 0.0003 " in printed
     assert "--optimizer.beta2=... a number from 0 to 0.99999; here 0.9; default" in printed
-    assert 'each a table; here [{pattern = "[to]*.weight", lr = 5.0}]; default []' in printed
+    assert 'kind, lr, weight_decay, betas, rows; here [{pattern = "[to]*.weight", lr = 5.0}]; default []' in printed
     assert f"Size within the family: {', '.join(FLAVORS)}. " in printed
-    fields = [item.name for item in dataclasses.fields(LlamaConfig) if item.name not in ("n_layers", "vocab_size")]
-    assert f"adds one: {', '.join(fields)}. models/llama/model.py" in printed
+    fields = {item.name for item in dataclasses.fields(LlamaConfig)}
+    assert fields == {item.name for item in dataclasses.fields(settings.Model)} - {"name", "flavor"}
 
 
 def test_a_branch_takes_the_config_of_its_trunk(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_branch_takes_the_config_of_its_trunk(tmp_path: Path) -> None:
 
 def test_every_field_is_documented_and_help_prints_it() -> None:
     text = settings.help_text(Config())
-    assert {*settings.OTHER_NAMES} <= {*settings.KINDS, "resume"}
+    assert {*settings.OTHER_NAMES.values()} <= {*settings.KINDS, "resume"}
     for section, kind in settings.SECTIONS.items():
         assert f"[{section}]  {kind.__doc__}" in text
         docs = settings.field_docs(kind)

@@ -409,7 +409,7 @@ def test_the_command() -> None:
         (["--gpus-per-node=0"], "--gpus-per-node = 0: must be above 0"),
         (["--float8.enable=true", "--device=a100"], "a100 has no float8 matmul"),
         (["--training.seqlen=1"], "did you mean --training.seq_len"),
-        (["--model.dimm=1"], "model.dimm: unknown key, also of the flavor; did you mean dim"),
+        (["--model.dimm=1"], "model.dimm: unknown key; did you mean --model.dim"),
     ],
 )
 def test_mistakes_are_named(words: list[str], message: str) -> None:

@@ -219,9 +219,9 @@ def test_fields_of_a_flavor_are_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("--model.dimm=3", "model.dimm: unknown key, also of the flavor; did you mean dim?"),
-        ("--model.flavour=8B", "model.flavour: unknown key, also of the flavor; did you mean flavor?"),
-        ("--model.dim=wide", "model.dim = 'wide': must be a number"),
+        ("--model.dimm=3", "model.dimm: unknown key; did you mean --model.dim?"),
+        ("--model.flavour=8B", "model.flavour: unknown key; did you mean --model.flavor?"),
+        ("--model.dim=wide", 'model.dim = "wide": must be an integer >= 1'),
         ("--model.n_heads=7", "n_heads must be a multiple of n_kv_heads"),
         ("--model.flavor=checkpoint", "needs checkpoint.initial_load"),
         ("--model.api_key=x", "model.api_key: credentials are never"),
