@@ -440,18 +440,10 @@ class Checkpoint:
     """Steps between two checkpoints."""
     mode: Literal["sync", "async"] = "sync"
     """How to save. `async`: training goes on while a background thread copies the state to host memory and saves it."""
-    upload: FolderOrS3 = ""
-    """Second place, such as s3://bucket/prefix, to copy each checkpoint to in the background. Empty: none."""
     keep: Count = 2
     """Newest checkpoints to keep. Older ones are removed after the next commit. 0: keep all."""
     keep_every: Count = 0
     """Keep checkpoints whose step is a multiple of this forever. 0: none."""
-    keep_best: bool = False
-    """Also keep the checkpoint with the lowest validation loss so far, which commands call RUN@best."""
-    save_initial: bool = False
-    """Also write a checkpoint before the first step, as a common start for other runs."""
-    save_model: bool = False
-    """At the last step, also write the model alone, as `model-STEP-...` beside the checkpoints."""
     initial_load: FolderOrS3 = ""
     """Checkpoint or output of `tools.hf import` from whose weights a new run starts, with fresh moments."""
     branch_from: FolderOrS3 = ""

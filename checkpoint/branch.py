@@ -8,7 +8,6 @@ from typing import NamedTuple
 from storage.records import write_atomically
 
 PARENT = "parent.json"
-BEST = "best"  # in place of a step: that with the lowest validation loss
 
 
 class Parent(NamedTuple):
@@ -45,8 +44,8 @@ def find_fork(branch_from: str, parent: Parent | None) -> str:
 
 
 def split_place(place: str) -> tuple[str, str]:
-    """(PLACE, a step or "best") of PLACE@STEP or PLACE@best; (place, "") of any other, and of an existing folder."""
-    match = re.fullmatch(r"(.+)@(\d+|best)", place)
+    """(PLACE, the step) of PLACE@STEP; (place, "") of any other, and of an existing folder."""
+    match = re.fullmatch(r"(.+)@(\d+)", place)
     if match is None or Path(place).exists():
         return place, ""
     return match[1], match[2]

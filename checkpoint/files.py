@@ -6,7 +6,6 @@ import zipfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import groupby
 from typing import IO, Any, NamedTuple, cast
 
 import pyarrow as pa
@@ -23,7 +22,7 @@ from torch.utils.serialization import config as serialization
 from checkpoint import CheckpointError
 from checkpoint.manifest import ChecksumError, Opened, checked_twice, path_of
 from checkpoint.ranks import Ranks
-from storage import DamagedError, Store, join
+from storage import DamagedError, Store
 
 FILES = 2  # per rank, written at the same time
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this size
@@ -144,23 +143,6 @@ class _ChecksummedStream(io.RawIOBase):
         self.stream.write(data)
         self.on_progress()
         return len(data)
-
-
-def copy_files(source: Store, target: Store, name: str, written: Written, on_progress: Callable[[], None]) -> None:
-    """Copy what this rank has `written` of checkpoint `name`, and check each item. Raises DamagedError, StoreError."""
-
-    @checked_twice
-    def copy(path: str, items: Sequence[Any]) -> None:
-        with target.create(path) as raw:
-            for info in items:
-                data = source.read(path, info.offset, info.length)
-                if isal_zlib.crc32(data) != info.crc32:
-                    raise ChecksumError(f"{join(source.url, path)}: checksum differs at byte {info.offset}; not copied")
-                raw.write(data)
-                on_progress()
-
-    for file, items in groupby(written.values(), lambda info: info.relative_path):  # in the order of their offsets
-        copy(f"{name}/{file}", [*items])
 
 
 # ---------------------------------------------------------------- reading

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from checkpoint import CheckpointError
-from checkpoint.branch import BEST, split_place
-from checkpoint.manifest import MANIFEST, METADATA, Manifest, Opened, by_step, committed, open_checkpoint, step_of
+from checkpoint.branch import split_place
+from checkpoint.manifest import MANIFEST, METADATA, Manifest, Opened, committed, open_checkpoint, step_of
 from checkpoint.owner import own_checkpoints
 from checkpoint.ranks import Ranks
-from checkpoint.retention import best_of
 from config import Config, tomllib
 from storage import DamagedError, Store, join, open_store
 
@@ -21,58 +20,41 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-def open_stores(config: Config, run_folder: Path) -> dict[str, Store]:
-    """The places of a run's checkpoints, by their setting: `folder`, and `upload` if it is set."""
-    settings = config.checkpoint
-    retry_seconds = config.comm.store_retry_seconds
-    stores = {"folder": open_store(settings.folder or run_folder / "checkpoints", retry_seconds)}
-    if settings.upload:
-        stores["upload"] = open_store(settings.upload, retry_seconds)
-    return stores
-
-
-def by_age(found: Iterable[tuple[Store, list[str]]]) -> list[tuple[Store, str]]:
-    """(store, name) of the names found in each store, newest first. Copies of one are in the order of the stores."""
-    pairs = [(store, name) for store, names in found for name in names]
-    return sorted(pairs, key=lambda pair: by_step(pair[1]), reverse=True)  # stable: keeps the order of equal ones
+def open_place(config: Config, run_folder: Path) -> Store:
+    """The place of a run's checkpoints."""
+    return open_store(config.checkpoint.folder or run_folder / "checkpoints", config.comm.store_retry_seconds)
 
 
 def locate(place: str | Path, retry_seconds: float = 180) -> list[tuple[Store, str]]:
-    """(store, name) of the checkpoints at `place`, newest first, over all its stores; see `find`.
+    """(store, name) of the checkpoints at `place`, newest first; see `find`.
 
-    `place` may end in @STEP or @best. A run folder stands for the checkpoints that it knows: others
+    `place` may end in @STEP. A run folder stands for the checkpoints that it knows: others
     there may be those of a copy, or of the original.
     """
-    place, which = split_place(str(place))
-    found = by_age(find(place, committed, retry_seconds))
+    place, step = split_place(str(place))
+    store, names = find(place, committed, retry_seconds)
+    found = [(store, name) for name in names]
     own = own_checkpoints(Path(place), found)
     if not own:
         unknown = join(found[0][0].url, found[0][1])
         raise CheckpointError(
             f"{place}: is a copy of a run, or an older state of it, and does not know {unknown}: name that itself"
         )
-    if not which:
+    if not step:
         return own
-    if which == BEST:
-        best = best_of([name for _, name in own], Path(place))
-        if best is None:
-            advice = "name the folder of a run that validates at steps with a checkpoint"
-            raise CheckpointError(f"{place}@{BEST}: none of its checkpoints has a validation loss; {advice}")
-        return [pair for pair in own if pair[1] == best]
-    chosen = [pair for pair in own if step_of(pair[1]) == int(which)]
+    chosen = [pair for pair in own if step_of(pair[1]) == int(step)]
     if not chosen:
         steps = dict.fromkeys(str(step_of(name)) for _, name in own)
-        raise CheckpointError(f"{place}: no checkpoint of step {which}, only of {', '.join(steps)}")
+        raise CheckpointError(f"{place}: no checkpoint of step {step}, only of {', '.join(steps)}")
     return chosen
 
 
 def find(
     place: str | Path, names_in: Callable[[Store], list[str]], retry_seconds: float = 180
-) -> list[tuple[Store, list[str]]]:
-    """The stores of a run folder, a folder of checkpoints or one checkpoint, each with what `names_in` finds there.
+) -> tuple[Store, list[str]]:
+    """The store of a run folder, a folder of checkpoints or one checkpoint, and what `names_in` finds there.
 
-    A run's stores are its config's `checkpoint.folder` and `checkpoint.upload`. A single checkpoint
-    has the name "". Raises CheckpointError if there is no checkpoint.
+    A single checkpoint has the name "". Raises CheckpointError if there is no checkpoint.
     """
     settings = {}
     file = Path(place) / "config.toml"  # of a run of any version
@@ -80,40 +62,35 @@ def find(
         settings = tomllib.loads(file.read_text(encoding="utf-8")).get("checkpoint", {})
     folder = settings.get("folder")
     urls = [folder] if folder else [str(place), join(place, "checkpoints")]
-    if settings.get("upload"):
-        urls.append(settings["upload"])
-    found = []
     for url in urls:
         store = open_store(url, retry_seconds)
         if {MANIFEST, METADATA} & store.sizes().keys():
-            return [(store, [""])]
+            return store, [""]
         names = names_in(store)
         if names:
-            found.append((store, names))
-    if not found:
-        raise CheckpointError(f"{place}: no checkpoint in {' nor in '.join(urls)}")
-    return found
+            return store, names
+    raise CheckpointError(f"{place}: no checkpoint in {' nor in '.join(urls)}")
 
 
 def load_newest(
     candidates: Sequence[tuple[Store, str]], ranks: Ranks, fill: Callable[[Opened], T]
-) -> tuple[Opened, T, set[tuple[str, str]]]:
+) -> tuple[Opened, T, set[str]]:
     """Call `fill` with the first intact candidate, the same on all ranks. Collective.
 
     If `fill` raises DamagedError on any rank, all try the next candidate. Other errors are raised
-    on all. Returns the candidate, what `fill` returned, and (url, name) of the damaged ones before.
+    on all. Returns the candidate, what `fill` returned, and the names of the damaged ones before.
     Raises CheckpointError without any.
     """
-    damaged: dict[tuple[str, str], DamagedError] = {}
+    damaged: dict[str, DamagedError] = {}
     for store, name in candidates:
         try:
             opened = ranks.from_rank_0(partial(open_checkpoint, store, name))
             return opened, ranks.together(partial(fill, opened)), {*damaged}
         except DamagedError as error:
-            damaged[store.url, name] = error
+            damaged[name] = error
             if ranks.is_coordinator:
                 logger.warning(f"damaged checkpoint skipped: {error}")
-    names = ", ".join(join(*found) for found in damaged)
+    names = ", ".join(join(store.url, name) for store, name in candidates)
     *_, last = damaged.values()
     raise CheckpointError(f"no checkpoint is intact ({len(damaged)} tried): {names}; {last}", agreed=True)
 

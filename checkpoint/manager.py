@@ -30,11 +30,8 @@ from checkpoint.manifest import (
     Opened,
     commit,
     committed,
-    copy_commit,
-    finished,
     new_checkpoint_name,
     open_checkpoint,
-    step_of,
 )
 from checkpoint.owner import Start, check_claim, new_start, read_known, record_known, run_name
 from checkpoint.ranks import Ranks
@@ -104,10 +101,8 @@ class CheckpointManager:
         self.declared: dict[str, Any] = {}  # by the Hugging Face model that the weights come from
         self.run = self.ranks.from_rank_0(lambda: run_name(run_folder))
         self.start = start or new_start(run_folder)
-        self.stores = loading.open_stores(config, run_folder)
-        self.store = self.stores["folder"]
-        stores = self.stores.values()
-        self.retentions = [Retention(store, self.settings, self.start, run_folder) for store in stores]  # of rank 0
+        self.store = loading.open_place(config, run_folder)
+        self.retention = Retention(self.store, self.settings, self.start)  # of rank 0
         self.newest_step: int | None = None  # of the last save or load
         self.background = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         self.under_way: Future[Any] | None = None
@@ -132,14 +127,13 @@ class CheckpointManager:
             return 0
 
     def _load(self) -> int:
-        for key, store in self.stores.items():
-            if isinstance(store, LocalStore):
-                check_shared(key, store, self.ranks)
-        own = self.ranks.from_rank_0(self._take_places)
+        if isinstance(self.store, LocalStore):
+            check_shared(self.store, self.ranks)
+        own = self.ranks.from_rank_0(self._take_place)
         parent = self.ranks.from_rank_0(partial(read_parent, self.run_folder))
         fork = find_fork(self.settings.branch_from, parent)
         resumed = ""
-        damaged = set[tuple[str, str]]()
+        damaged = set[str]()
         if own or fork:
             opened, _, damaged = load_newest(own or self._locate(fork), self.ranks, self._fill)
             manifest = opened.manifest
@@ -161,10 +155,7 @@ class CheckpointManager:
         else:
             self._load_initial()
         if self.ranks.is_coordinator:  # killed saves, or a kill after a commit, have left what may fill the disk
-            for retention in self.retentions:
-                retention.start(resumed, damaged)
-        if not own and self.settings.save_initial:
-            self.save(self.newest_step or 0)
+            self.retention.start(resumed, damaged)
         return self.newest_step or 0
 
     def _log_changes(self, recorded: str) -> None:
@@ -174,25 +165,23 @@ class CheckpointManager:
             if key not in ("run.folder", "checkpoint.branch_from"):
                 logger.info(f"branch: {key} was {value_text(old)}, is now {value_text(new)}")
 
-    def _take_places(self) -> list[tuple[Store, str]]:
-        """Claim the places of this run's checkpoints, if they have room. Returns what is there, newest first.
+    def _take_place(self) -> list[tuple[Store, str]]:
+        """Claim the place of this run's checkpoints, if it has room. Returns what is there, newest first.
 
         For rank 0. Raises CheckpointError if nothing is there although it was saved.
         """
-        own = loading.by_age((store, committed(store)) for store in self.stores.values())
+        own = [(self.store, name) for name in committed(self.store)]
         saved = self.run_folder / SAVED
         if not own and saved.is_file():
-            places = ", ".join(store.url for store in self.stores.values())
             raise CheckpointError(
-                f"{places}: no checkpoint found, but this run has saved {saved.read_text()}; "
+                f"{self.store.url}: no checkpoint found, but this run has saved {saved.read_text()}; "
                 "set checkpoint.folder to where it is now, or another run.folder for a new run"
             )
         moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # of the weights' size
         if self.config.parallelism.local_steps:
             moments += 1  # of the islands
         check_room(self.store, self.settings, (1 + moments) * sum(self.model_bytes.values()))
-        for retention in self.retentions:
-            retention.claim()
+        self.retention.claim()
         known = read_known(self.run_folder) or set()
         with suppress(OSError):  # then the next start asks again
             record_known(self.run_folder, {name for _, name in own} - known)  # it was checked, and is the run's
@@ -220,7 +209,7 @@ class CheckpointManager:
             if saved:
                 self.allocate_state()
                 state["optimizer"] = tensors_to_fill(self.model, self.optimizer, saved)
-            else:  # a checkpoint of step 0; a damaged one that was tried first may have left some state
+            else:  # one of an earlier version, of step 0; a damaged one that was tried first may have left some state
                 self.optimizer.state.clear()
             if opened.manifest["world_size"] == self.ranks.size:
                 prefix = f"rng.{self.ranks.rank}."
@@ -265,16 +254,12 @@ class CheckpointManager:
     # ------------------------------------------------------------ save
 
     def finish(self, step: int) -> None:
-        """Save the last `step` of this start unless that is done; after the run's last step, the model too if asked."""
+        """Save the last `step` of this start, unless that is done."""
         if self.settings.enable and step != self.newest_step:
             self.save(step)
-        if self.settings.save_model and step == self.config.training.steps:
-            found = self.ranks.from_rank_0(lambda: finished(self.store.sizes()))
-            if not any(name.startswith(f"model-{step:08d}-") for name in found):  # by an earlier start
-                self.save(step, "model")
 
-    def save(self, step: int, kind: str = "step") -> None:
-        """Write a checkpoint of `step`, or its "model" alone; in mode `async`, in the background.
+    def save(self, step: int) -> None:
+        """Write a checkpoint of `step`; in mode `async`, in the background.
 
         In that mode, weights and moments are copied during the next forward and backward, and who
         changes them next must first call `wait_for_copies`; the rest is taken at once. Waits for
@@ -283,17 +268,18 @@ class CheckpointManager:
         """
         with self.section("checkpoint"), torch.no_grad():
             self.wait()
-            self._save(step, kind)
+            self._save(step)
         self.newest_step = step
 
-    def _save(self, step: int, kind: str) -> None:
-        state: State = {"model": model_tensors(self.model)}
-        if kind == "step":
-            state["optimizer"] = optimizer_tensors(self.model, self.optimizer)
-            state["rng"] = {str(self.ranks.rank): random_state()}
+    def _save(self, step: int) -> None:
+        state: State = {
+            "model": model_tensors(self.model),
+            "optimizer": optimizer_tensors(self.model, self.optimizer),
+            "rng": {str(self.ranks.rank): random_state()},
+        }
         plan = self._plan(state)
         resolve = files.resolver(state)
-        name = self.ranks.broadcast_object(new_checkpoint_name(step, kind))
+        name = self.ranks.broadcast_object(new_checkpoint_name(step))
         facts = {
             "step": step,
             "world_size": self.ranks.size,
@@ -306,15 +292,15 @@ class CheckpointManager:
             "config": to_toml(self.config),
         }
         if self.settings.mode == "sync":
-            written = self._write(name, plan, resolve, facts)
-            self.under_way = self.background.submit(self._follow_up, name, written)
+            self._write(name, plan, resolve, facts)
+            self.under_way = self.background.submit(self._tidy, name)
             return
         copy = self.staging.prepare({item.index: resolve(item) for file in plan.files for item in file})
 
         def save_in_background() -> None:
             self.ranks.together(copy)
-            written = self._write(name, plan, lambda item: self.staging.copies[item.index], facts)
-            self._follow_up(name, written)
+            self._write(name, plan, lambda item: self.staging.copies[item.index], facts)
+            self._tidy(name)
 
         self.under_way = self.background.submit(save_in_background)
 
@@ -350,8 +336,8 @@ class CheckpointManager:
         with self.section("checkpoint"):
             self.staging.wait()
 
-    def _write(self, name: str, plan: WritePlan, resolve: Callable[[WriteItem], Tensor], facts: Manifest) -> Written:
-        """Write and commit a checkpoint. Returns what this rank has written. Collective."""
+    def _write(self, name: str, plan: WritePlan, resolve: Callable[[WriteItem], Tensor], facts: Manifest) -> None:
+        """Write and commit a checkpoint. Collective."""
         started = time.monotonic()
         write = partial(files.write_items, self.store, name, self.ranks.rank, plan.files, resolve, self.on_progress)
         with self._unless_taken_over():
@@ -359,13 +345,11 @@ class CheckpointManager:
             written = self.ranks.together(write)
             gathered = self.ranks.gather_object(written) or []
             self.ranks.from_rank_0(lambda: self._commit(name, plan, gathered, facts))
-        if step_of(name) is not None:  # a run cannot resume from a model alone
-            if self.ranks.is_coordinator:
-                with suppress(OSError):  # the disk may be full; the checkpoint is safe anyway
-                    write_atomically(self.run_folder / SAVED, join(self.store.url, name).encode())
-            self.on_commit(facts["step"])
+        if self.ranks.is_coordinator:
+            with suppress(OSError):  # the disk may be full; the checkpoint is safe anyway
+                write_atomically(self.run_folder / SAVED, join(self.store.url, name).encode())
+        self.on_commit(facts["step"])
         logger.info(f"checkpoint {name} saved in {time.monotonic() - started:.1f} s")
-        return written
 
     def _commit(self, name: str, plan: WritePlan, written: list[Written], facts: Manifest) -> None:
         """Commit a checkpoint, unless a later start has claimed the place. For rank 0."""
@@ -382,23 +366,14 @@ class CheckpointManager:
         try:
             yield
         except TitaniteError:
-            for store in self.stores.values():
-                with suppress(StoreError):
-                    self.ranks.from_rank_0(partial(check_claim, store, self.start))
+            with suppress(StoreError):
+                self.ranks.from_rank_0(partial(check_claim, self.store, self.start))
             raise
 
-    def _follow_up(self, name: str, written: Written) -> None:
-        """After a commit, do what training need not wait for: upload what this rank has `written`, remove old ones."""
-        second = self.stores.get("upload")
-        if second:
-            with self._unless_taken_over():
-                self.ranks.together(partial(files.copy_files, self.store, second, name, written, self.on_progress))
-                self.ranks.from_rank_0(partial(check_claim, second, self.start))
-                self.ranks.from_rank_0(partial(copy_commit, self.store, second, name))
-            logger.info(f"checkpoint {name} uploaded to {second.url}")
+    def _tidy(self, name: str) -> None:
+        """Remove older checkpoints after a commit, for which training need not wait."""
         if self.ranks.is_coordinator:
-            for retention in self.retentions:
-                retention.tidy(name)
+            self.retention.tidy(name)
 
 
 def _lower_priority() -> None:

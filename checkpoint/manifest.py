@@ -35,40 +35,35 @@ class ChecksumError(DamagedError):
     """Bytes read do not have the checksum that they were written with."""
 
 
-def new_checkpoint_name(step: int, kind: str = "step") -> str:
-    """A folder name that no other save has: step, time and random digits."""
-    return f"{kind}-{step:08d}-{int(time.time()):08x}{secrets.token_hex(2)}"
+def new_checkpoint_name(step: int) -> str:
+    """A folder name that no other save has: step, time and random digits. Names sort by step, then by time."""
+    return f"step-{step:08d}-{int(time.time()):08x}{secrets.token_hex(2)}"
 
 
 def is_checkpoint_name(name: str) -> bool:
     """Whether `new_checkpoint_name` may have made this name."""
-    return re.fullmatch(r"(step|model)-\d{8,}-[0-9a-f]{12}", name) is not None
+    return re.fullmatch(r"step-\d{8,}-[0-9a-f]{12}", name) is not None
 
 
-def step_of(name: str) -> int | None:
-    """The step in the name of a checkpoint to resume from, None for any other name."""
-    return int(name.split("-")[1]) if is_checkpoint_name(name) and name.startswith("step") else None
-
-
-def by_step(name: str) -> str:
-    """Sort key of names: by step, then by time. "" comes first."""
-    return name.partition("-")[2]
+def step_of(name: str) -> int:
+    """The step in the name of a checkpoint."""
+    return int(name.split("-")[1])
 
 
 def begun(sizes: Iterable[str]) -> list[str]:
     """All checkpoints in a listing, committed or not, oldest first."""
     folders = {file.partition("/")[0] for file in sizes if "/" in file}
-    return sorted(filter(is_checkpoint_name, folders), key=by_step)
+    return sorted(filter(is_checkpoint_name, folders))
 
 
 def finished(sizes: Collection[str]) -> list[str]:
-    """The checkpoints in a listing that have a manifest, newest first; also those of a model alone."""
+    """The checkpoints in a listing that have a manifest, newest first."""
     return [name for name in reversed(begun(sizes)) if f"{name}/{MANIFEST}" in sizes]
 
 
 def committed(store: Store) -> list[str]:
-    """Names of the checkpoints in `store` that have a manifest, newest first; not those of a model alone."""
-    return [name for name in finished(store.sizes()) if step_of(name) is not None]
+    """Names of the checkpoints in `store` that have a manifest, newest first."""
+    return finished(store.sizes())
 
 
 class Opened(NamedTuple):
@@ -157,13 +152,6 @@ def commit(
     }
     store.put(f"{name}/{METADATA}", pickled)
     store.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
-
-
-def copy_commit(source: Store, target: Store, name: str) -> None:
-    """Copy the index and then the manifest of checkpoint `name`, after all ranks have copied their files."""
-    manifest = read_manifest(source, name)
-    target.put(f"{name}/{METADATA}", read_small(source, name, METADATA, manifest["metadata_sha256"]))
-    target.put(f"{name}/{MANIFEST}", encode_manifest(manifest))
 
 
 def read_manifest(store: Store, name: str) -> Manifest:

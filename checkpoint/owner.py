@@ -66,7 +66,7 @@ def record_known(run_folder: Path, names: Iterable[str]) -> None:
         os.fsync(file.fileno())
 
 
-def check_owner(key: str, found: list[tuple[Store, str]], run_folder: Path, job: str = "") -> None:
+def check_owner(found: list[tuple[Store, str]], run_folder: Path, job: str = "") -> None:
     """Refuse a place with checkpoints of another run, or of this one that its folder does not know.
 
     `found`: those in the place, newest first. Of strange ones the newest that can be read counts,
@@ -78,12 +78,12 @@ def check_owner(key: str, found: list[tuple[Store, str]], run_folder: Path, job:
     if newest is None:
         return
     store, name, manifest = newest
-    there = f"checkpoint.{key} = {store.url!r}: {name} there was saved"
+    there = f"checkpoint.folder = {store.url!r}: {name} there was saved"
     run = run_name(run_folder)
     other = manifest.get("run", run)
     if other != run:
         raise ConfigError(
-            f"{there} by another run, {other}: set another checkpoint.{key}, and to start from its weights "
+            f"{there} by another run, {other}: set another checkpoint.folder, and to start from its weights "
             f"checkpoint.initial_load = {store.url!r}. If this is that run, moved or renamed, write {other} into "
             f"{RUN_NAME} in its run.folder"
         )
@@ -92,7 +92,7 @@ def check_owner(key: str, found: list[tuple[Store, str]], run_folder: Path, job:
         raise ConfigError(
             f"{there} from {origin} and is unknown to {run_folder}, a copy of the run or an older state of it: go on "
             f"in {origin}, or begin a branch in a new run.folder (checkpoint.branch_from = "
-            f"'{store.url}@{manifest['step']}'), or set another checkpoint.{key}, without unknown checkpoints. If "
+            f"'{store.url}@{manifest['step']}'), or set another checkpoint.folder, without unknown checkpoints. If "
             f"{run_folder} is the run to go on with, as after a restore, remove its {KNOWN}"
         )
 

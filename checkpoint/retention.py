@@ -1,53 +1,16 @@
-"""Which checkpoint is the best, which to remove, and whether the disk has room for more."""
+"""Which checkpoints to remove, and whether the disk has room for more."""
 
 import logging
-import math
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
-from checkpoint import CheckpointError
-from checkpoint.manifest import MANIFEST, begun, by_step, finished, is_checkpoint_name, step_of
+from checkpoint.manifest import MANIFEST, begun, finished, is_checkpoint_name, step_of
 from checkpoint.owner import Start, TakenOverError, check_claim, take_claim
 from config import Checkpoint
 from storage import DamagedError, LocalStore, S3Store, Store, StoreError
-from storage.records import read_records
-
-LOSS = "validation_loss"
 
 logger = logging.getLogger(__name__)
-
-
-def best_of(names: Collection[str], run_folder: Path) -> str | None:
-    """The checkpoint with the lowest validation loss, the newest of equals. None if none was validated.
-
-    Raises CheckpointError if metrics.jsonl cannot be read.
-    """
-    losses = validation_losses(run_folder)
-    validated = [name for name in sorted(names, key=by_step, reverse=True) if step_of(name) in losses]
-    return min(validated, key=lambda name: losses[step_of(name) or 0], default=None)
-
-
-def validation_losses(run_folder: Path) -> dict[int, float]:
-    """Step → validation loss of the first held-out set; the later one of a step that was trained twice.
-
-    Losses of different sets do not compare, so only those of the set that was validated last count.
-    """
-    file = run_folder / "metrics.jsonl"
-    losses: dict[int, float] = {}
-    last = ""
-    try:
-        for row in read_records(file):
-            names = [name for name, loss in row.items() if name.partition("/")[0] == LOSS and loss is not None]
-            if names and names[0] != last:
-                losses.clear()
-                last = names[0]
-            if names and math.isfinite(row[last]):
-                losses[row["step"]] = row[last]
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{file}: cannot be read: {type(error).__name__}: {error}") from None
-    return losses
 
 
 def check_room(store: Store, settings: Checkpoint, checkpoint_bytes: int) -> None:
@@ -59,11 +22,11 @@ def check_room(store: Store, settings: Checkpoint, checkpoint_bytes: int) -> Non
     removable = {*begun(sizes)} - kept
     room = shutil.disk_usage(store.folder).free
     room += sum(size for file, size in sizes.items() if file.partition("/")[0] in removable)
-    copies = max(2, settings.keep + 1) + settings.keep_best
+    copies = max(2, settings.keep + 1)
     if room < copies * checkpoint_bytes:
         raise StoreError(
             f"{store.url}: has room for {room / 1e9:.2f} GB, but {copies} checkpoints of {checkpoint_bytes / 1e9:.2f} "
-            "GB must fit (checkpoint.keep, any best one and the one being written); free some space, lower "
+            "GB must fit (checkpoint.keep and the one being written); free some space, lower "
             "checkpoint.keep, or move the checkpoints and set checkpoint.folder to their new place"
         )
 
@@ -71,11 +34,10 @@ def check_room(store: Store, settings: Checkpoint, checkpoint_bytes: int) -> Non
 class Retention:
     """What a run keeps in one store. It removes only what it found at its start or has saved since. For rank 0."""
 
-    def __init__(self, store: Store, settings: Checkpoint, start: Start, run_folder: Path) -> None:
+    def __init__(self, store: Store, settings: Checkpoint, start: Start) -> None:
         self.store = store
         self.settings = settings
         self.this_start = start
-        self.run_folder = run_folder
         self.own = set[str]()
         self.damaged = set[str]()  # found while loading; removed after the next commit
         self.leftovers: set[str] | None = None  # of saves that were not committed; None: removed
@@ -85,13 +47,13 @@ class Retention:
         """Claim the store for this start."""
         self.others_may_write = take_claim(self.store, self.this_start)
 
-    def start(self, resumed: str, damaged: Collection[tuple[str, str]]) -> None:
+    def start(self, resumed: str, damaged: set[str]) -> None:
         """Remove what killed saves have left, and more checkpoints than are kept, before this start's first save.
 
         If the start before was on another machine, it may not have ended: then what it has left
         stays until a commit.
         """
-        self.damaged = {name for url, name in damaged if url == self.store.url}
+        self.damaged = damaged
         with _warned("what killed saves have left stays, and takes room"):
             sizes = self.store.sizes()
             self.own = {*finished(sizes)}  # check_checkpoints has just asked whose they are
@@ -100,7 +62,7 @@ class Retention:
                     self.store.read(f"{name}/{MANIFEST}")  # a listing may lag
                     self.own.add(name)
             self.leftovers = {*begun(sizes)} - self.own
-            self._remove(self._superfluous(self.own, resumed), sizes)
+            self._remove(self._superfluous(self.own - self.damaged, resumed), sizes)
             if not self.others_may_write:
                 self._remove_leftovers(sizes)
 
@@ -109,9 +71,8 @@ class Retention:
         self.own.add(saved)
         with _warned("old checkpoints could not be removed"):
             sizes = self.store.sizes()
-            if step_of(saved) is not None:
-                names = {*finished(sizes), saved} & self.own - self.damaged
-                self._remove(self._superfluous(names, saved) | self.damaged, sizes)
+            names = {*finished(sizes), saved} & self.own - self.damaged
+            self._remove(self._superfluous(names, saved) | self.damaged, sizes)
             self._remove_leftovers(sizes)
 
     def _remove_leftovers(self, sizes: Collection[str]) -> None:
@@ -124,13 +85,9 @@ class Retention:
         self.leftovers = None
 
     def _superfluous(self, names: set[str], saved: str) -> set[str]:
-        """All but `saved`, the `keep` newest (0: keep all), every `keep_every`-th step's, the best and models alone."""
-        steps = sorted((name for name in names if step_of(name) is not None), key=by_step, reverse=True)
-        kept = {saved}
-        if self.settings.keep_best:
-            kept.add(best_of(steps, self.run_folder) or saved)
-        old = {name for name in steps[self.settings.keep :] if not _is_kept_for_ever(name, self.settings)}
-        return old - kept
+        """All but `saved`, the `keep` newest (0: keep all) and every `keep_every`-th step's."""
+        old = sorted(names - {saved}, reverse=True)[max(0, self.settings.keep - 1) :]
+        return {name for name in old if not _is_kept_for_ever(name, self.settings)}
 
     def _remove(self, names: Collection[str], sizes: Collection[str]) -> None:
         """Remove those of these checkpoints that are in a listing, each manifest first, so that no half looks whole."""
@@ -147,12 +104,11 @@ def _warned(consequence: str) -> Iterator[None]:
     """Log an error inside, which must not end the run."""
     try:
         yield
-    except (StoreError, CheckpointError, TakenOverError) as error:
+    except (StoreError, TakenOverError) as error:
         logger.warning(f"{consequence}: {error}")
 
 
 def _is_kept_for_ever(name: str, settings: Checkpoint) -> bool:
-    step = step_of(name)
-    if step is None or not settings.keep:
+    if not settings.keep:
         return True
-    return settings.keep_every > 0 and step % settings.keep_every == 0
+    return settings.keep_every > 0 and step_of(name) % settings.keep_every == 0

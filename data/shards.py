@@ -288,7 +288,7 @@ def _check_retries(config: Config) -> None:
     """Raises ConfigError if requests to a store may be repeated for so long that a rank looks hung."""
     comm = config.comm
     measured = [*config.validation.datasets, *config.validation.answers]
-    urls = [*config.data.datasets, *measured, config.checkpoint.folder, config.checkpoint.upload]
+    urls = [*config.data.datasets, *measured, config.checkpoint.folder]
     limit = PATIENCE * min(comm.init_timeout_seconds, comm.train_timeout_seconds)
     if any("://" in url for url in urls) and comm.store_retry_seconds >= limit:
         asked = f"must be below {limit:g} = {PATIENCE:g} x the shorter timeout of comm, or waits look like hangs"

@@ -84,7 +84,7 @@ def load_trained(place: str, *, device: torch.device, dtype: torch.dtype, tokeni
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that all commands on a trained model share."""
-    parser.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one; RUN@best, RUN@STEP")
+    parser.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one; RUN@STEP")
     parser.add_argument("--tokenizer", default="", help="tokenizer.json or its folder; default: the run's own")
     dtype = "float32" if device_type() == "cpu" else "bfloat16"
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default=dtype, help="to compute in (%(default)s)")

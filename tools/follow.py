@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from checkpoint.loading import open_stores
+from checkpoint.loading import open_place
 from checkpoint.manifest import open_checkpoint, step_of
 from checkpoint.owner import read_known
 from config import TitaniteError, recorded_config
@@ -91,24 +91,20 @@ def find_waiting(run: Path, decided: set[str]) -> list[str]:
     Its folder names also those that were removed and, as the last one, one that is about to be committed.
     """
     known = (read_known(run) or set()) - decided
-    names = [name for name in known if step_of(name) is not None]
-    return sorted(names, key=lambda name: (name[-12:-4], name))  # by time, then by step
+    return sorted(known, key=lambda name: (name[-12:-4], name))  # by time, then by step
 
 
 def export(arguments: argparse.Namespace, name: str, folder: Path) -> str:
-    """Export a checkpoint from the first store where it is whole. Returns why none is, or ""."""
+    """Export a checkpoint. Returns why it cannot be, or ""."""
     run = Path(arguments.place)
     config = recorded_config(run)
     assert config is not None
-    reason = ""
-    for store in open_stores(config, run).values():
-        try:
-            opened = open_checkpoint(store, name)
-            export_opened(opened, arguments.place, folder, dtype=arguments.dtype, tokenizer=arguments.tokenizer)
-            return ""
-        except DamagedError as error:  # also if it is removed meanwhile
-            reason = str(error)
-    return reason
+    try:
+        opened = open_checkpoint(open_place(config, run), name)
+        export_opened(opened, arguments.place, folder, dtype=arguments.dtype, tokenizer=arguments.tokenizer)
+    except DamagedError as error:  # also if it is removed meanwhile
+        return str(error)
+    return ""
 
 
 def evaluate(command: list[str], results: Path) -> dict[str, float]:

@@ -377,7 +377,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.hf", description="Models from and to Hugging Face.")
     commands = parser.add_subparsers(dest="command", required=True)
     out = commands.add_parser("export", help="a checkpoint as a folder that transformers and vLLM load")
-    out.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one; RUN@best, RUN@STEP")
+    out.add_argument("place", metavar="RUN_OR_CHECKPOINT", help="run, checkpoints or one; RUN@STEP")
     out.add_argument("folder", type=output_path, metavar="HF_FOLDER", help="new folder")
     out.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16", help="(%(default)s)")
     out.add_argument("--tokenizer", default="", help="tokenizer.json or its folder; default: the run's own")

@@ -75,14 +75,12 @@ def judge(store: Store, name: str, reads: bool) -> tuple[str, bool]:
 
 def verify_checkpoints(place: str, reads: bool) -> int:
     """Print one line per checkpoint of a place. Returns how many are doubtful. Raises CheckpointError without any."""
-    doubtful, found = 0, find(place, lambda store: begun(store.sizes()))
-    for store, names in found:
-        if len(found) > 1:  # of a run, whose second place may have others, or other copies
-            print(f"{store.url}:")
-        for name in names:
-            said, is_doubtful = judge(store, name, reads)
-            print(f"{name or store.url}: {said}")
-            doubtful += is_doubtful
+    doubtful = 0
+    store, names = find(place, lambda store: begun(store.sizes()))
+    for name in names:
+        verdict, is_doubtful = judge(store, name, reads)
+        print(f"{name or store.url}: {verdict}")
+        doubtful += is_doubtful
     return doubtful
 
 

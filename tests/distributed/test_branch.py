@@ -20,6 +20,7 @@ from tests.corpus import expected_stream, stored_blocks, write_dataset
 from tests.harness import run_ranks
 from tests.runs import call, column, content, final_weights, flat, rows, run, same
 from tools.audit import prove
+from tools.average import main as average
 
 SEQ_LEN, SAMPLES = 16, 4  # of a step
 SMALL = (
@@ -149,17 +150,18 @@ def test_a_branch_of_a_branch(trunk_run: Any, dataset: Path, tmp_path: Path, cap
     train_ranks(1, first, dataset, f"--checkpoint.branch_from={trunk}@4", "--checkpoint.interval=3")
     changes = re.findall("branch: (.*)", capfd.readouterr().err)
     assert changes == ["checkpoint.interval was 4, is now 3"]
-    words = [f"--checkpoint.branch_from={first / 'checkpoints'}@6", "--checkpoint.save_initial"]
+    words = [f"--checkpoint.branch_from={first / 'checkpoints'}@6"]
     assert train_ranks(2, second, dataset, *words) == trained[6:]
     saved = sorted(path.name[:13] for path in (second / "checkpoints").glob("step-*"))
-    assert saved == ["step-00000006", "step-00000008"]
+    assert saved == ["step-00000008"]
     assert prove(second)[0] == "8 steps, 512 tokens, without gap or overlap, on [1, 2] data-parallel ranks"
 
 
 def test_mistakes_are_one_line_before_anything_is_written(trunk_run: Any, dataset: Path, tmp_path: Path) -> None:
     (trunk, _), branch, new = trunk_run, tmp_path / "branch", tmp_path / "new"
-    train_ranks(1, branch, dataset, f"--checkpoint.branch_from={trunk}@4", "--checkpoint.save_model")
-    model = next((branch / "checkpoints").glob("model-*"))
+    train_ranks(1, branch, dataset, f"--checkpoint.branch_from={trunk}@4")
+    model = branch / "checkpoints" / "averaged"
+    average([str(branch), str(model)])
     with mock.patch("tests.corpus.word_tokenizer", lambda vocab_size: train_tokenizer(["some text"], vocab_size)):
         other = write_dataset(tmp_path / "other", [[[*range(1, 200), 0]] * 9], vocab_size=380)
     others = [f"--data.datasets={other}", "--model.vocab_size=384"]

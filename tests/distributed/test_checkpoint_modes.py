@@ -19,7 +19,7 @@ from checkpoint.checks import check_checkpoints
 from checkpoint.manifest import committed
 from config import Checkpoint, Config, ConfigError, Optimizer, Parallelism, Training
 from storage import LocalStore, StoreError, open_store
-from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, load_model, load_run, same, steps_in, train_run
+from tests.distributed.checkpoint_runs import IDENTITY, Run, load_run, same, steps_in, train_run
 from tests.harness import run_ranks
 
 
@@ -105,46 +105,11 @@ def test_what_comes_next_raises_once_the_background_has_failed(tmp_path, method)
     run.checkpoint.wait()
 
 
-def test_upload_to_a_second_place_and_resume_from_it_alone(tmp_path):
-    disk, far = tmp_path / "disk", tmp_path / "far"
-    settings = {"interval": 1, "keep": 2, "mode": "async", "upload": str(far)}
-    trained, _ = run_ranks(2, train_run, str(disk), (2,), 0, 3, settings)
-    assert steps_in(disk) == steps_in(far) == [3, 2]
-    for file in (disk / committed(open_store(disk))[0]).glob("*.distcp"):
-        file.write_bytes(b"lost")
-    resumed = Run(disk, seed=3, **settings)
-    assert resumed.checkpoint.load() == 3  # damaged on disk, not far away
-    assert same(resumed.everything(), trained, but=["random"]) == []
-    resumed.train(3, 4)
-    assert steps_in(disk) == [4, 2]
-    assert steps_in(far) == [4, 3]
-
-
-def test_a_bit_that_flips_before_the_upload_is_found(tmp_path, monkeypatch):
-    """Once it is read again; if it stays wrong nothing is uploaded, and nothing is left of it."""
-    run = Run(tmp_path / "near", interval=1, upload=str(tmp_path / "far"))
-    read, flips = LocalStore.read, iter([True, False, True, True, True, True])
-
-    def flip(store, name, offset=0, size=None):
-        content = read(store, name, offset, size)
-        if name.endswith("__0_0.distcp") and offset == 0 and next(flips):
-            content[100] ^= 1
-        return content
-
-    monkeypatch.setattr(LocalStore, "read", flip)
-    run.train(0, 1)
-    assert steps_in(tmp_path / "far") == [1]
-    with pytest.raises(StoreError, match=r"near/step-00000002-.*__0_0.distcp: checksum differs"):
-        run.train(1, 2)
-    assert steps_in(tmp_path / "far") == [1]
-    assert not list((tmp_path / "far").glob("step-00000002-*/*"))
-
-
-def test_bytes_that_are_written_uploaded_and_read_are_progress(tmp_path):
-    run, moved = Run(tmp_path / "near", upload=str(tmp_path / "far")), set()
+def test_bytes_that_are_written_and_read_are_progress(tmp_path):
+    run, moved = Run(tmp_path), set()
     run.checkpoint.on_progress = lambda: moved.add(threading.current_thread().name.partition("-")[0])
     run.train(0, 1)
-    assert moved == {"ThreadPoolExecutor", "checkpoint_0"}  # writes, and the upload
+    assert moved == {"ThreadPoolExecutor"}
     moved.clear()
     run.checkpoint.load()
     assert moved == {"ThreadPoolExecutor"}
@@ -165,28 +130,6 @@ def test_a_run_that_has_saved_never_begins_anew(tmp_path):
     assert Run(other, run_folder=run).checkpoint.load() == 2
 
 
-def test_model_alone_is_saved_and_uploaded_once(tmp_path):
-    """By a start that finds the run done, where it was not asked for before."""
-    near, far = tmp_path / "near", tmp_path / "far"
-    settings = {"interval": 100, "steps": 2, "upload": str(far)}
-    trained = Run(near, **settings)
-    trained.train(0, 2)
-    for _ in range(2):
-        run = Run(near, **settings, save_model=True)
-        run.checkpoint.finish(run.checkpoint.load())
-        run.checkpoint.wait()
-    for place in (near, far):
-        (saved,) = place.glob("model-00000002-*")
-        model = Tower()
-        assert load_model(saved, model)["identity"] == IDENTITY
-        assert same(model.state_dict(), trained.model.state_dict()) == []
-    assert 2 * sum(map(_bytes_in, near.glob("model-*"))) < sum(map(_bytes_in, near.glob("step-*")))
-    for saved in near.glob("step-*"):
-        shutil.rmtree(saved)
-    with pytest.raises(CheckpointError, match="no checkpoint in "):
-        load_model(near, model)
-
-
 def test_what_is_done_in_the_background_leaves_the_cores_to_training(tmp_path):
     run, own = Run(tmp_path), os.getpriority(os.PRIO_PROCESS, 0)
     priority = run.checkpoint.background.submit(os.getpriority, os.PRIO_PROCESS, 0)  # on Linux: this thread's
@@ -204,7 +147,7 @@ def test_what_is_done_in_the_background_leaves_the_cores_to_training(tmp_path):
 )
 def test_a_disk_with_no_room_for_what_is_kept_is_refused_before_the_first_step(tmp_path, monkeypatch, tensors, changed):
     """Of each weight a checkpoint holds `tensors` of its size, with its moments."""
-    run = Run(tmp_path, keep=1, keep_best=True)
+    run = Run(tmp_path, keep=2)
     run.checkpoint.config = replace(run.checkpoint.config, **changed)
     one = tensors * sum(parameter.nbytes for parameter in run.model.parameters())
     _fake_disk(monkeypatch, lambda: int(2.9 * one))
@@ -240,22 +183,20 @@ def test_a_run_that_has_come_further_than_it_is_to_go_is_refused(tmp_path):
     assert Run(tmp_path, steps=4).checkpoint.load() == 4
 
 
-@pytest.mark.parametrize("key", ["folder", "upload"])
-def test_a_place_that_cannot_be_written_to_is_found_before_anything_is_written(tmp_path, key):
+def test_a_place_that_cannot_be_written_to_is_found_before_anything_is_written(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("nowhere")  # as to a disk that is not mounted
     for bad, why in (("file/folder", "Not a dir"), ("link/folder", "missing")):
-        places = {"folder": str(tmp_path / "new" / "folder"), key: str(tmp_path / bad)}
-        with pytest.raises(StoreError, match=f"checkpoint.{key} = '.*{bad}': cannot be written to.*{why}"):
-            _check(**places)
-        _check(folder=places["folder"], enable=False)
+        with pytest.raises(StoreError, match=f"checkpoint.folder = '.*{bad}': cannot be written to.*{why}"):
+            _check(tmp_path / bad)
+        _check(tmp_path / bad, enable=False)
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
 def test_disks_of_nodes_are_no_place_for_checkpoints(tmp_path):
     """Each node would hold a part of every checkpoint."""
     for message in run_ranks(2, _start_on_own_disks, str(tmp_path)):
-        assert re.search(r"checkpoint.upload = 'own': \S+ does not see what rank 0 writes", message)
+        assert re.search(r"checkpoint.folder = 'own': \S+ does not see what rank 0 writes", message)
     assert not list(tmp_path.rglob(".probe*"))
 
 
@@ -263,7 +204,7 @@ def _start_on_own_disks(folder):
     os.makedirs(f"{folder}/{dist.get_rank()}")
     os.chdir(f"{folder}/{dist.get_rank()}")
     with pytest.raises(ConfigError) as caught:
-        Run(f"{folder}/shared", (2,), upload="own").checkpoint.load()
+        Run("own", (2,)).checkpoint.load()
     return str(caught.value)
 
 
@@ -271,10 +212,10 @@ def _start_on_own_disks(folder):
 
 
 def test_what_killed_saves_left_goes_at_the_next_start_and_nothing_else(tmp_path, monkeypatch):
-    """Also a model's; room for it counts, and so does that of checkpoints which will go, but not of those kept."""
+    """Room for it counts, and so does that of checkpoints which will go, but not of those kept."""
     run = Run(tmp_path, interval=1, keep=3, keep_every=3)
     run.train(0, 4)
-    left = [_leave(tmp_path, step, kind, 30_000) for step, kind in ((5, "step"), (9, "step"), (4, "model"))]
+    left = [_leave(tmp_path, step, kind, 30_000) for step, kind in ((5, "step"), (9, "step"))]
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "file").write_bytes(bytes(10**6))
     going = sum(map(_bytes_in, left)) + sum(_bytes_in(next(tmp_path.glob(f"step-0000000{n}-*"))) for n in (2, 4))

@@ -312,31 +312,21 @@ class Clock:
 
 
 def be_slow(arguments: list[str], seconds: float, *rest: Any) -> str:
-    """`run` under the watchdog, where each read or upload of a checkpoint takes `seconds` by its clock."""
+    """`run` under the watchdog, where each read of a checkpoint takes `seconds` by its clock."""
     os.environ["TORCHELASTIC_RUN_ID"] = "job"  # without torchrun the watchdog ends nothing
-    clock, waited = Clock(), threading.Event()
-    read, copy, last_saved = LocalStore.read, files.copy_files, CheckpointManager.last_saved
+    clock = Clock()
+    read = LocalStore.read
 
     def read_slowly(store: LocalStore, name: str, *rest: Any) -> Any:
         if name.endswith(".distcp"):
             clock.advance(seconds)
         return read(store, name, *rest)
 
-    def upload_slowly(*rest: Any) -> None:
-        assert waited.wait(60), "the main thread goes on until it waits for this"
-        clock.advance(seconds)
-        copy(*rest)
-
-    def await_upload(manager: CheckpointManager) -> int | None:
-        waited.set()
-        return last_saved(manager)
-
     own_clock = SimpleNamespace(monotonic=clock.monotonic, sleep=time.sleep)
     with (
         mock.patch.multiple("run.watchdog", POLL_SECONDS=0.01, time=own_clock),
         mock.patch.multiple(LocalStore, read=read_slowly),
-        mock.patch.multiple(files, copy_files=upload_slowly, RANGE_BYTES=1),
-        mock.patch.object(CheckpointManager, "last_saved", await_upload),
+        mock.patch.multiple(files, RANGE_BYTES=1),
     ):
         return run(arguments, *rest)
 
@@ -361,15 +351,6 @@ def test_a_load_may_take_long_as_long_as_it_moves(how: str, small: tuple[str, ..
     assert re.match(r"hung: rank 0 .* is stuck; its stack: checkpoint/.*wait", ended["cause"])
     assert launch(1, folder, words, SLOW, (), 3, function=be_slow) == ["crash"]
     assert how_it_ended(folder)["last_checkpoint"] == (2 if how == "resume" else None)
-
-
-def test_a_rollback_may_wait_for_a_long_upload(
-    small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    words = [*small, *LIMITS, ROLLBACK, f"--checkpoint.upload={tmp_path / 'far'}"]
-    assert launch(2, tmp_path / "run", words, SLOW, (7,), function=be_slow) == ["rolled back"] * 2
-    assert left_out(tmp_path / "run") == [(6, 7)]
 
 
 # ---------------------------------------------------------------- launch/node.sh

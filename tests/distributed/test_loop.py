@@ -108,8 +108,8 @@ def test_a_loss_that_is_not_finite_is_found_before_anything_is_due(
 # ---------------------------------------------------------------- saves in the background
 
 
-def train_without_second_place(arguments: list[str], stop_after: int) -> str:
-    """Uploads fail. Each has ended when its save returns."""
+def train_without_room(arguments: list[str], stop_after: int) -> str:
+    """Writes fail. Each has ended when its save returns."""
     save = CheckpointManager.save
 
     def save_and_await(manager: CheckpointManager, *step: Any) -> None:
@@ -118,21 +118,19 @@ def train_without_second_place(arguments: list[str], stop_after: int) -> str:
         concurrent.futures.wait([manager.under_way])
 
     with (
-        mock.patch("checkpoint.files.copy_files", side_effect=StoreError("the second place is away")),
+        mock.patch("checkpoint.files.write_items", side_effect=StoreError("the place is away")),
         mock.patch.object(CheckpointManager, "save", save_and_await),
     ):
         return train_in_vain(arguments, stop_after)
 
 
 @pytest.mark.parametrize(("stop_after", "last"), [(0, 5), (2, 3)], ids=["between two saves", "after the last"])
-def test_an_upload_that_fails_ends_the_run_at_once(
+def test_a_save_in_the_background_that_fails_ends_the_run_at_once(
     stop_after: int, last: int, small: tuple[str, ...], tmp_path: Path
 ) -> None:
-    words = [*small, f"--checkpoint.upload={tmp_path / 'second'}"]
-    assert launch(1, tmp_path / "run", words, stop_after, function=train_without_second_place) == [
-        "the second place is away"
-    ]
-    assert (how_it_ended(tmp_path / "run")["step"], saved_steps(tmp_path / "run")) == (last, [last])
+    words = [*small, "--checkpoint.mode=async"]
+    assert launch(1, tmp_path / "run", words, stop_after, function=train_without_room) == ["the place is away"]
+    assert (how_it_ended(tmp_path / "run")["step"], saved_steps(tmp_path / "run")) == (last, [])
 
 
 # ---------------------------------------------------------------- where a rank says it is

@@ -96,8 +96,8 @@ def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
         ("[grid]\nmodel.dimm = [32]", "model.dimm: unknown key; did you mean model.dim"),
         ("[grid]\ntraining.global_batch_size = [2, 3]", "global_batch_size=3: training.global_batch_size = 3"),
         (
-            "validation.enable = false\n[grid]\ncheckpoint.keep_best = [true]",
-            "keep_best=True: .*needs validation",
+            "checkpoint.enable = false\n[grid]\nvalidation.average = [3]",
+            "average=3: .*needs checkpoint.enable",
         ),
         ("[grid]\nparallelism.tp = [1, 2]", "tp=2: .*world size"),
         ("[grid]\ndata.datasets = [['nowhere']]", "datasets=nowhere: .*nowhere"),

@@ -20,8 +20,6 @@ from tokenizers import models
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint import CheckpointError
-from checkpoint.loading import locate
-from checkpoint.manifest import committed, step_of
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
 from data.chat import encode_answer
 from data.loader import IGNORED, Batch, validation_batches
@@ -36,7 +34,6 @@ from models.llama.model import FeedForward
 from models.trained import Trained, load_trained
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Compute
-from storage import open_store
 from tests.corpus import stored_blocks, write_dataset
 from tests.harness import run_ranks
 from tests.runs import column, final_weights, flat, launch, read, same, validated
@@ -166,46 +163,6 @@ def test_a_long_set_is_summed_in_float64_over_its_labels() -> None:
 
 
 LOSSES = {1: 3.0, 2: 1.5, 3: 2.0, 4: 1.7, 5: 1.9, 6: 1.6}  # lowest at step 2
-
-
-def train_to_such_losses(words: list[str], losses: dict[int, float]) -> None:
-    """Train with these validation losses by step."""
-
-    def validate_all(run: object, parts: object, compute: object, step: int, *answers: object) -> dict[str, float]:
-        return {"validation_loss/first": losses[step], "validation_loss/other": -losses[step]}
-
-    with mock.patch("train.validate_all", validate_all):
-        train_as(words)
-
-
-def test_the_checkpoint_of_the_lowest_loss_is_kept_in_both_places_and_known_by_name(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Over a resume. Commands take it, and any other step, by the run's name."""
-    numbers, run, far = random.Random(2), tmp_path / "run", tmp_path / "far"
-    dataset = held_out_set(tmp_path / "set", numbers, 3)
-    words = [*arguments(run, dataset), "--validation.interval=1", "--checkpoint.interval=1", "--checkpoint.keep=1"]
-    words += [f"--checkpoint.upload={far}", "--checkpoint.keep_best", "--model.flavor=tiny", "--model.n_layers=1"]
-    for steps, kept in ((4, [4, 2]), (6, [6, 2])):
-        launched = [*words, f"--training.steps={steps}"]
-        run_ranks(1, train_to_such_losses, launched, LOSSES, start_group=False)
-        for place in (run / "checkpoints", far):
-            assert [step_of(name) for name in committed(open_store(place))] == kept
-    for which, step in (("@best", 2), ("@6", 6), ("", 6)):
-        trained = load_trained(f"{run}{which}", device=torch.device("cpu"), dtype=torch.float32)
-        assert trained.manifest["step"] == step
-    caplog.set_level("INFO")
-    export_model(f"{run}@best", tmp_path / "exported")
-    assert f"{tmp_path / 'exported'}: step 2 of {run}" in caplog.text
-    with pytest.raises(CheckpointError, match="far@best: none of its checkpoints has a validation loss; name the fol"):
-        load_trained(f"{far}@best", device=torch.device("cpu"), dtype=torch.float32)
-    # A better one takes its place; the losses of another set do not compare.
-    with (run / "metrics.jsonl").open("a") as rows:
-        rows.write('{"step": 6, "validation_loss": null, "validation_loss/first": 1.4}\n')
-    assert step_of(locate(f"{run}@best")[0][1]) == 6
-    with (run / "metrics.jsonl").open("a") as rows:
-        rows.write('{"step": 2, "validation_loss": 9.0}\n')
-    assert step_of(locate(f"{run}@best")[0][1]) == 2
 
 
 def test_training_sets_of_one_name_are_measured_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -252,17 +252,6 @@ def test_manifest_says_what_is_inside(tmp_path, run):
     assert encode_manifest({"format": 1}) == written, "by these bytes those of earlier versions are known"
 
 
-def test_falling_back_to_step_0_leaves_no_moments_of_the_damaged_one(tmp_path):
-    run = Run(tmp_path, interval=1, keep=0, save_initial=True)
-    run.checkpoint.load()
-    run.train(0, 1)
-    for file in newest(tmp_path).glob("*.distcp"):
-        flip_bit(file, -400)
-    again = Run(tmp_path)
-    assert again.checkpoint.load() == 0
-    assert not again.optimizer.state
-
-
 def test_a_commit_outlasts_a_power_cut(tmp_path, monkeypatch):
     """What the manifest vouches for is on the disk before it has its name, and the names of all before it is told."""
     done, fsync, replace = [], os.fsync, os.replace

@@ -26,14 +26,14 @@ def test_a_start_is_refused_where_another_run_has_saved(tmp_path):
     """Anything, be it older than its own. A damaged manifest, which no resume can take, says nothing."""
 
     def check(run_folder: str) -> None:
-        places = {"folder": str(tmp_path / "empty"), "upload": str(tmp_path / "saved")}
+        places = {"folder": str(tmp_path / "saved")}
         check_checkpoints(Config(checkpoint=Checkpoint(**places)), IDENTITY, Path(run_folder))
 
     Run(tmp_path / "saved", interval=1, keep=0, run_folder=Path("other")).train(0, 2)
     check("other")
     with pytest.raises(
         ConfigError,
-        match=r"checkpoint.upload = .* was saved by another run, .*/other: .* write .*/other into \.run_name",
+        match=r"checkpoint.folder = .* was saved by another run, .*/other: .* write .*/other into \.run_name",
     ):
         check("unused")
     for folder in (tmp_path / "saved").iterdir():
@@ -52,9 +52,8 @@ class Case:
         self.folder.mkdir()
         (self.folder / ".run_name").write_text(str(self.folder))
 
-    def check(self, folder: Path, key: str = "folder", job: str = "") -> None:
-        places = {"folder": str(self.root / "empty"), key: str(self.saved)}
-        check_checkpoints(Config(checkpoint=Checkpoint(**places)), IDENTITY, folder, job=job)
+    def check(self, folder: Path, job: str = "") -> None:
+        check_checkpoints(Config(checkpoint=Checkpoint(folder=str(self.saved))), IDENTITY, folder, job=job)
 
     def start(self, folder: Path, last: int, job: str = "") -> Run:
         """A start that may begin, and trains to step `last`."""
@@ -102,25 +101,25 @@ def an_older_state(case: Case) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("make", "known", "key"),  # the steps of those that are left and that the folder knows
+    ("make", "known"),  # the steps of those that are left and that the folder knows
     [
-        (of_a_run_under_way, [3], "folder"),
-        (before_any_checkpoint, [], "folder"),
-        (the_original, [], "upload"),
-        (an_older_state, [], "folder"),
+        (of_a_run_under_way, [3]),
+        (before_any_checkpoint, []),
+        (the_original, []),
+        (an_older_state, []),
     ],
 )
 def test_a_folder_does_not_go_on_with_checkpoints_that_it_does_not_know(
-    case: Case, make: Any, known: list[int], key: str
+    case: Case, make: Any, known: list[int]
 ) -> None:
     """Until it is told to. The tools, too, take for its own only what it knows."""
     folder = make(case)
     saved = steps_in(case.saved)
     newest = committed(open_store(case.saved))[0]
     origin = read_manifest(open_store(case.saved), newest)["start"]["folder"]
-    said = f"{key} = .*{newest} there was saved from {origin} and is unknown to {folder}, .*'{case.saved}@{saved[0]}'"
+    said = f"folder = .*{newest} there was saved from {origin} and is unknown to {folder}, .*'{case.saved}@{saved[0]}'"
     with pytest.raises(ConfigError, match=said):
-        case.check(folder, key, job="job")
+        case.check(folder, job="job")
     (folder / "config.toml").write_text(f'[checkpoint]\nfolder = "{case.saved}"\n')
     if known:
         assert [name.split("-")[1] for _, name in locate(folder)] == [f"{step:08}" for step in known]
@@ -128,7 +127,7 @@ def test_a_folder_does_not_go_on_with_checkpoints_that_it_does_not_know(
         with pytest.raises(CheckpointError, match=f"{folder}: is a copy of a run, or an older state of it"):
             locate(folder)
     (folder / ".known_saves").unlink()
-    case.check(folder, key)
+    case.check(folder)
     assert case.start(folder, saved[0] + 1).checkpoint.newest_step == saved[0] + 1
 
 
@@ -220,12 +219,10 @@ def test_one_manifest_is_read_at_most_to_know_whose_a_place_is(case: Case, monke
 def test_the_later_of_two_starts_goes_on_and_the_other_ends(tmp_path: Path) -> None:
     """Here of two runs, in a place where nothing was saved yet. The next start of the one that ended is refused."""
 
-    def places(own: str) -> dict[str, str]:
-        return {"folder": str(tmp_path / own), "upload": str(tmp_path / "shared")}
-
     (tmp_path / "other").mkdir()
-    first = Run(**places("a"), interval=1, keep=1, run_folder=tmp_path / "other")
-    second = Run(**places("b"), interval=1, keep=1)
+    shared = str(tmp_path / "shared")
+    first = Run(shared, interval=1, keep=1, run_folder=tmp_path / "other")
+    second = Run(shared, interval=1, keep=1)
     assert first.checkpoint.load() == second.checkpoint.load() == 0
     said = rf"shared/.claim: a later start saves there: of \S+ on {socket.gethostname()}, process {os.getpid()}, "
     with pytest.raises(TakenOverError, match=said):
@@ -238,7 +235,7 @@ def test_the_later_of_two_starts_goes_on_and_the_other_ends(tmp_path: Path) -> N
     assert content(tmp_path / "shared").items() >= before.items()
     assert steps_in(tmp_path / "shared") == [3]
     with pytest.raises(ConfigError, match="was saved by another run, "):
-        check_checkpoints(Config(checkpoint=Checkpoint(**places("a"))), IDENTITY, tmp_path / "other")
+        check_checkpoints(Config(checkpoint=Checkpoint(folder=shared)), IDENTITY, tmp_path / "other")
 
 
 @pytest.mark.parametrize("host", ["this", "another"])
@@ -288,22 +285,20 @@ def test_an_earlier_start_removes_nothing_that_a_later_one_may_need(
     assert second.checkpoint.load() == 3
     second.train(3, 5)
     before = content(case.saved)
-    first.checkpoint.retentions[0].tidy(committed(open_store(case.saved))[0])
+    first.checkpoint.retention.tidy(committed(open_store(case.saved))[0])
     assert content(case.saved) == before
     assert "old checkpoints could not be removed: " in caplog.text
     assert ".claim: a later start saves there" in caplog.text
 
 
-@pytest.mark.parametrize("part", ["write_items", "copy_files"])
-def test_an_error_that_a_later_start_has_caused_is_named_as_that(case: Case, part: str) -> None:
-    """As where it removes what the earlier one writes or uploads. A plain error would make torchrun start it again."""
-    far = str(case.root / "far")
-    first = Run(case.saved, interval=1, upload=far, run_folder=case.folder)
+def test_an_error_that_a_later_start_has_caused_is_named_as_that(case: Case) -> None:
+    """As where it removes what the earlier one writes. A plain error would make torchrun start it again."""
+    first = Run(case.saved, interval=1, run_folder=case.folder)
     first.checkpoint.load()
 
     def fail(*_: Any) -> None:
-        Run(case.saved, upload=far, run_folder=case.folder).checkpoint.load()
+        Run(case.saved, run_folder=case.folder).checkpoint.load()
         raise StoreError("gone")
 
-    with patch(f"checkpoint.files.{part}", fail), pytest.raises(TakenOverError):
+    with patch("checkpoint.files.write_items", fail), pytest.raises(TakenOverError):
         first.train(0, 1)

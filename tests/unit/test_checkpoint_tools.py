@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint import CheckpointError
-from checkpoint.loading import locate
 from checkpoint.manifest import committed, encode_manifest, read_manifest, sha256
-from config import from_dict, to_toml
 from storage import open_store
 from tests.distributed.checkpoint_runs import Run, flip_bit
 from tools import verify
@@ -107,25 +105,3 @@ def test_one_without_a_manifest_was_never_committed(folder, tool):
     assert tool("verify", newest) == (1, f"{newest}: never committed, nothing will use it\nfaults: 1")
     with pytest.raises(CheckpointError, match=f"{newest}: was never committed"):
         Run(folder / "fresh", initial_load=str(newest)).checkpoint.load()
-
-
-def test_a_run_may_lose_its_first_place_or_have_newer_ones_in_the_second(folder, tool, tmp_path_factory):
-    run, (newest, older) = tmp_path_factory.mktemp("run"), committed(open_store(folder))
-    (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": {"upload": str(folder)}})))
-    assert tool("list", run)[1].count("step-") == 3
-    first = run / "checkpoints"  # both places are looked at
-    for name, place in ((older, folder), (newest, first)):
-        shutil.copytree(folder / name, first / name)
-        (store, found), *_ = locate(run)
-        assert (store.url, found) == (str(place), newest)
-    assert [(store.url, name) for store, name in locate(run)] == [
-        (str(place), name) for name in (newest, older) for place in (first, folder)
-    ], "of a damaged one, as in a resume, the other copy"
-    file = first / newest / "__0_1.distcp"
-    flip_bit(file, file.stat().st_size // 2)
-    code, text = tool("verify", run)
-    assert text.startswith(f"{first}:\n")
-    assert (code, text.count("DAMAGED"), text.count("intact")) == (1, 1, 3)
-    settings = {"folder": str(run / "lost"), "upload": str(run / "nothing")}
-    (run / "config.toml").write_text(to_toml(from_dict({"checkpoint": settings})))
-    assert f"in {run / 'lost'} nor in {run / 'nothing'}" in tool("list", run)[1]
