@@ -24,8 +24,8 @@ from data.answers import Answers, load_answers, name_sets
 from data.loader import Batch, validation_batches
 from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
-from generate import Request, TextStream, check_prompt, generate
 from loss import IGNORED, cross_entropy
+from models.generation import Request, TextStream, check_prompt, generate
 from models.trained import Trained, add_place_arguments, load_from_arguments
 from parallel.fsdp import reshard
 from parallel.mesh import ParallelDims

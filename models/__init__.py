@@ -13,7 +13,6 @@ from torch import nn
 import config as settings
 from config import ConfigError, close_match
 from models.llama import FLAVORS, recorded_flavor
-from models.llama import hf as llama_hf
 from models.llama.model import Llama
 from models.llama.parallelize import apply_parallelism, check_parallelism, check_replacements
 
@@ -26,8 +25,8 @@ class ModelSpec:
     `vocab_size`, `dim` and `n_layers`; `recorded_flavor(fields)` builds one from its `asdict`.
     `check_parallelism(flavor, config)` raises ConfigError if the two do not fit, `check_replacements(model, config,
     chunks)` if a parallelism or the loss in chunks would ignore an edit of the model. `apply_parallelism(model, mesh,
-    config)` shards the model and returns the parts this rank holds. `hf` is the family's module with the functions of
-    models/llama/hf.py, for tools.hf; None: the family does not cross to Hugging Face.
+    config)` shards the model and returns the parts this rank holds. `hf` names the module with the functions of
+    models/llama/hf.py, for tools.hf; "": the family does not cross to Hugging Face.
     """
 
     model: Callable[[Any], nn.Module]
@@ -36,7 +35,7 @@ class ModelSpec:
     check_parallelism: Callable[..., None]
     check_replacements: Callable[..., None]
     apply_parallelism: Callable[..., list[nn.Module]]
-    hf: Any = None
+    hf: str = ""
 
 
 LLAMA = ModelSpec(
@@ -46,7 +45,7 @@ LLAMA = ModelSpec(
     check_parallelism=check_parallelism,
     check_replacements=check_replacements,
     apply_parallelism=apply_parallelism,
-    hf=llama_hf,
+    hf="models.llama.hf",
 )
 MODELS = MappingProxyType({"llama": LLAMA})
 

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -187,9 +188,9 @@ def _answer_ends(tokenizer: Tokenizer) -> frozenset[int]:
 def exported_model(manifest: Manifest) -> tuple[Any, nn.Module, Any]:
     """The adapter, model (on the meta device) and flavor that a checkpoint names. Raises TitaniteError."""
     spec, flavor = recorded_model(manifest.get("identity", {}))
-    if spec.hf is None:
+    if not spec.hf:
         raise CheckpointError("the checkpoint's model has no Hugging Face format: its ModelSpec has no `hf`")
-    return spec.hf, build_model(spec, flavor), flavor
+    return import_module(spec.hf), build_model(spec, flavor), flavor
 
 
 def new_checkpoint(place: str) -> tuple[Store, str]:
@@ -214,16 +215,15 @@ def import_model(folder: Path, place: str) -> None:
     new_checkpoint(place)
     weights = find_weights(folder)
     family, flavor, raw = imported_flavor(folder, weights)
-    spec = MODELS[family]
-    assert spec.hf is not None
-    model = build_model(spec, flavor)
-    names = spec.hf.hf_names(flavor, weights.keys())
+    adapter = import_module(MODELS[family].hf)
+    model = build_model(MODELS[family], flavor)
+    names = adapter.hf_names(flavor, weights.keys())
     typed = typed_like_files(model, names, weights)
     companions = read_files(folder, COMPANIONS)
     facts: dict[str, Any] = {
         "step": 0,
         "identity": {"name": family, **dataclasses.asdict(flavor)},
-        "imported": spec.hf.complete_config(raw),
+        "imported": adapter.complete_config(raw),
     }
     if GENERATION in companions:
         facts["generation_config"] = json_object(companions[GENERATION], f"{folder}/{GENERATION}")
@@ -297,7 +297,7 @@ def imported_flavor(folder: Path, weights: Mapping[str, Path]) -> tuple[str, Any
     path = folder / "config.json"
     with file_errors():
         raw = json_object(path.read_bytes(), str(path))
-    adapters = [(name, spec.hf) for name, spec in MODELS.items() if spec.hf]
+    adapters = [(name, import_module(spec.hf)) for name, spec in MODELS.items() if spec.hf]
     of_type = [pair for pair in adapters if raw.get("model_type") in pair[1].FAMILIES]
     family, adapter = (of_type or adapters)[-1]  # which names the types that it knows
     try:

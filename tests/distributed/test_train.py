@@ -194,7 +194,7 @@ def test_a_model_that_was_added_is_trained_and_used(
     small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
-    monkeypatch.setattr("models.MODELS", {**MODELS, "toy": dataclasses.replace(MODELS["llama"], hf=None)})
+    monkeypatch.setattr("models.MODELS", {**MODELS, "toy": dataclasses.replace(MODELS["llama"], hf="")})
     launch(1, folder, [*small, "--model.name=toy", "--training.steps=3"])
     generate([str(folder), "--prompt=ba", "--max-tokens=4"])
     validate([str(folder)])

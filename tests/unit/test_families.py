@@ -17,7 +17,7 @@ from checkpoint.loading import model_differences
 from config import ConfigError, Float8
 from data.tokenizer import train_tokenizer
 from float8.convert import convert_to_float8
-from generate import Request, generate
+from models.generation import Request, generate
 from models.llama import FLAVORS, recorded_flavor
 from models.llama import hf as llama_hf
 from models.llama.hf import from_hf_config, hf_names, to_hf_config

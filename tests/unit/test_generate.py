@@ -23,7 +23,8 @@ from transformers import (
 from config import TitaniteError, command_line
 from data.chat import chat_of
 from data.tokenizer import Tokenizer
-from generate import Request, TextStream, generate, main, sample
+from generate import main
+from models.generation import Request, TextStream, generate, sample
 from models.llama.model import Llama
 from models.trained import load_from_arguments, load_trained
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model, ours_from
@@ -53,7 +54,7 @@ def tokens_of(model: Llama, prompts: list[list[int]], n: int, **options: Any) ->
 
 
 def test_greedy_tokens_equal_transformers_in_a_batch_of_unequal_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("generate.PREFILL_TOKENS", 16)  # the longer prompts come in pieces
+    monkeypatch.setattr("models.generation.PREFILL_TOKENS", 16)  # the longer prompts come in pieces
     monkeypatch.setattr("models.llama.model.CACHE_STEP", 8)
     hf, prompts = hf_model("llama3.2"), prompts_of(9, 1, 40, 16, 17)
     hf.generation_config.eos_token_id = None

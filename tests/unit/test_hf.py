@@ -85,7 +85,8 @@ def test_a_family_that_was_added_crosses_by_its_own_module(llama, monkeypatch, c
         return llama_hf.to_hf_config(*values) | {"architectures": ["Twin"]}
 
     own = SimpleNamespace(**vars(llama_hf) | {"to_hf_config": to_hf_config})
-    twin = dataclasses.replace(MODELS["llama"], flavors={}, hf=own)
+    monkeypatch.setitem(sys.modules, "twin_hf", own)
+    twin = dataclasses.replace(MODELS["llama"], flavors={}, hf="twin_hf")
     for module in ("models", "tools.hf"):
         monkeypatch.setattr(f"{module}.MODELS", {**MODELS, "twin": twin})
     import_model(llama / "hf", str(llama / "new"))
