@@ -471,9 +471,10 @@ class Validation:
     """Also measure the mean of the weights in the last so many checkpoints, or as many as there are, as NAME/average.
     0: do not."""
     sample_prompt: str = ""
-    """Text that the model continues every `interval` steps, and at the end of the run."""
+    """Text that the model continues every `interval` steps, and at the end of the run. Empty: the first words of a
+    held-out document."""
     sample_tokens: Count = 0
-    """Tokens to generate for that sample, at most up to training.seq_len. 0: no sample. Needs sample_prompt."""
+    """Tokens to generate for that sample, at most up to training.seq_len. 0: no sample."""
 
 
 @dataclass(frozen=True, kw_only=True)

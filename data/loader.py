@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 MANY_EPOCHS = 10  # so many that a model learns the text by heart
 IGNORED = -100  # the label that torch's cross-entropy skips
 LOCATED_AHEAD = 1024  # samples; affects the cost, never the order
+PROMPT_TOKENS = 64  # of a document, at most, for the prompt of a sample, and
+PROMPT_BYTES = 40  # of that
 READERS = 8  # threads that fetch and check blocks
 # Settings that may differ between nodes. For the run's folder rank 0's settings count.
 OF_THE_NODE = ("data.cache_folder", "data.cache_gb", "run.folder", "run.outputs")
@@ -156,7 +158,10 @@ class DataLoader:
         return any(dataset.kind == "chat" for dataset in self._datasets)
 
     def settle(self, config: Config) -> Config:
-        """`config` with the steps of `training.epochs`, and without validation if the data holds nothing out."""
+        """`config` with the steps of `training.epochs` and a prompt for its sample.
+
+        Without validation if the data holds nothing out.
+        """
         epochs = config.training.epochs
         if epochs:
             steps = sum(count_steps(self._phases, tokens=math.ceil(epochs * self._total_tokens)))
@@ -165,6 +170,12 @@ class DataLoader:
         if config.validation.enable and not held_out:
             log.info("the data holds nothing out, so nothing is validated; --validation-fraction holds out more")
             config = replace(config, validation=replace(config.validation, enable=False))
+        if config.validation.sample_tokens and not config.validation.sample_prompt:
+            name = "validation" if held_out else "train"
+            dataset = [*held_out, *self._datasets][0]
+            longest = min(PROMPT_TOKENS, config.training.max_seq_len // 2)
+            prompt = _first_words(dataset.splits[name], self.tokenizer, longest)
+            config = replace(config, validation=replace(config.validation, sample_prompt=prompt))
         return config
 
     def describe(self, steps: int) -> str:
@@ -259,6 +270,17 @@ class DataLoader:
             rows = np.flatnonzero(datasets == dataset)  # consecutive in its stream
             _fill(batch, rows, self._streams[dataset], int(starts[rows[0]]))
         return batch
+
+
+def _first_words(split: Split, tokenizer: Tokenizer, longest: int) -> str:
+    """Up to three words with which a document begins, of its first `longest` tokens."""
+    block = split.read(0)
+    for begin, end in pairwise(block.offsets):
+        tokens = split.ids(block.values[begin : min(end, begin + longest)])
+        words = tokenizer.decode(tokens.tolist()).split(maxsplit=3)[:3]
+        if words:
+            return " ".join(words).encode()[:PROMPT_BYTES].decode(errors="ignore")
+    return ""
 
 
 def _empty(rows: int, config: Config, pin_memory: bool = False) -> Batch:

@@ -20,7 +20,6 @@ MAX_CHARACTERS = 4000  # of a piece of text
 HELD_OUT_PIECES = 8  # of a small text; of others a share
 FEW_TOKENS = 20_000  # below so many held-out ones, figures are rough
 SHARES = (0.02, 0.3)  # least and most that is held out
-PROMPT_BYTES = 40  # of the sample's prompt, which must be shorter than a sequence
 
 
 def prepare_own_text(sources: Sequence[str]) -> list[str]:
@@ -45,9 +44,6 @@ def prepare_own_text(sources: Sequence[str]) -> list[str]:
         if held_out < FEW_TOKENS:
             print(f"warning: {held_out:,} tokens are held out, too few for a steady figure: more text helps")
     wanted = [f"--data.datasets={json.dumps([folder])}"]
-    prompt = _first_words(files)
-    if prompt:
-        wanted.append(f"--validation.sample_prompt={prompt}")
     if not held_out:
         wanted.append("--validation.enable=false")
     return wanted
@@ -63,15 +59,6 @@ def _pieces(files: Sequence[File]) -> Iterator[str]:
     """Yield the text in pieces. Each is held out or not, as a small text may be one file."""
     for text in _texts(files, Found()):
         yield from cut(text, MAX_CHARACTERS)
-
-
-def _first_words(files: Sequence[File]) -> str:
-    """Up to three words with which the text begins."""
-    for text in _texts(files, Found(skip_bad=sys.maxsize)):
-        words = text.split(maxsplit=3)[:3]
-        if words:
-            return " ".join(words).encode()[:PROMPT_BYTES].decode(errors="ignore")
-    return ""
 
 
 if __name__ == "__main__":

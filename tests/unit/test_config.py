@@ -290,7 +290,6 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     (["--checkpoint.enable=false", "--checkpoint.branch_from=a"], 1, "branch_from is set and needs checkpoint.enable"),
     (["--validation.average=3"], 1, "validation.average = 3: needs .* checkpoint.keep = 3 or more, or 0"),
     (["--checkpoint.branch_from=a", "--checkpoint.initial_load=b"], 1, "two ways to begin"),
-    (["--validation.sample_tokens=5"], 1, "validation.sample_prompt = '': .* nothing to continue"),
 ]
 
 

@@ -5,13 +5,14 @@ import random
 import threading
 from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import islice, pairwise, zip_longest
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from checkpoint.manifest import encode_manifest
@@ -19,7 +20,7 @@ from data.loader import IGNORED, DataLoader, validation_batches
 from data.shards import DataError, Split, open_dataset
 from data.stream import Stream
 from storage import StoreError
-from tests.corpus import data_config, expected_stream, stored_blocks, unique_documents, write_dataset
+from tests.corpus import data_config, expected_stream, prepare, stored_blocks, unique_documents, write_dataset
 
 SEED, WINDOW = 3, 3
 
@@ -102,10 +103,15 @@ phase = st.fixed_dictionaries(
         "mixture": st.sampled_from([((0,), (1.0,)), ((0, 1, 2), (5.0, 1.0, 2.0)), ((2, 1), (0.3, 0.7))]),
     }
 )
+STEPS = {"dp_size": 2, "local_batch_size": 2, "accumulation": 1, "prefetch_steps": 1, "read_ahead": 0, "seq_len": 7}
+WEIGHTS_ALONE = [
+    {**STEPS, "steps": 4, "mixture": ((0, 1, 2), weights)} for weights in ((5.0, 1.0, 2.0), (1.0, 1.0, 6.0))
+]
 
 
 @settings(max_examples=20)
 @given(phases=st.lists(phase, min_size=1, max_size=5))
+@example(phases=WEIGHTS_ALONE)
 def test_order_survives_every_change_between_two_steps(folders, phases):
     """World size, batches, prefetch, seq_len, weights and datasets change; the order is the reference's."""
     reference, state = Reference(folders), None
@@ -134,6 +140,23 @@ def test_order_survives_every_change_between_two_steps(folders, phases):
         for loader in loaders:
             loader.close()
         state = states[0]
+
+
+@pytest.mark.parametrize(
+    ("first", "expected"),
+    [
+        ("def f0(x): return 1", "def f0(x): return"),
+        ("visit http://example.org @some one", "visit http://example.org @some"),
+        ("日本語" * 100, "日本語" * 4 + "日"),  # no more than 40 bytes, in whole characters
+    ],
+)
+def test_a_sample_without_a_prompt_begins_like_a_held_out_document(tmp_path, first, expected):
+    lines = [json.dumps({"text": text}) for text in (" \n", first, "much more text " * 20)]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    prepare([str(tmp_path / "text.jsonl")], str(tmp_path / "data"), validation_fraction=0, vocab_size=257)
+    config = data_config(tmp_path / "data", training__seq_len=128, validation__sample_tokens=4)
+    with closing(DataLoader(config, 0, 1)) as loader:
+        assert loader.settle(config).validation.sample_prompt == expected
 
 
 @pytest.mark.parametrize("prefetch_steps", [0, 3])

@@ -129,16 +129,15 @@ def test_own_text_is_prepared_once_and_again_if_it_changes(
     monkeypatch.chdir(tmp_path)
     text = tmp_path / "my text.txt"
     text.write_text("".join(WORDS * 4))  # one file, held out in pieces
-    first, prompt = prepare_own_text(["my text.txt"])
+    (first,) = prepare_own_text(["my text.txt"])
     (folder,) = json.loads(first.partition("=")[2])
     assert Path(folder).name.startswith("my-text-")
-    assert prompt == "--validation.sample_prompt=def f0(x): return"
     train, validation = (
         sum(len(ids) for block in stored_blocks(Path(folder), split) for ids in block)
         for split in ("train", "validation")
     )
     assert 0.02 < validation / (train + validation) < 0.5
-    assert prepare_own_text(["my text.txt"]) == [first, prompt]
+    assert prepare_own_text(["my text.txt"]) == [first]
     said = capsys.readouterr()
     assert said.out == "", "only settings go to the run script"
     assert f"warning: {validation:,} tokens are held out" in said.err
@@ -151,20 +150,11 @@ def test_own_text_is_prepared_once_and_again_if_it_changes(
     assert prepare_own_text(["my text.txt"])[0] != first
 
 
-def test_own_text_of_any_kind_gives_settings_that_train_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that chance holds out, one that begins like a URL with a password, and files without words at first."""
+def test_own_text_that_chance_holds_out_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     held_out = next(word for word in WORDS if is_held_out(word.encode(), 0.3))
     (tmp_path / "out.txt").write_text(held_out)
-    data, prompt, validation = prepare_own_text(["out.txt"])
+    data, validation = prepare_own_text(["out.txt"])
     assert validation == "--validation.enable=false"
     (folder,) = json.loads(data.partition("=")[2])
     assert sum(map(len, stored_blocks(Path(folder)))) == 1
-    (tmp_path / "web").mkdir()
-    (tmp_path / "web" / "0.txt").write_text(" \n")
-    (tmp_path / "web" / "1.jsonl").write_text('{"text": "visit http://example.org @some"}\n')
-    _, prompt, *_ = prepare_own_text(["web"])
-    assert load_config([prompt]).validation.sample_prompt == "visit http://example.org @some"
-    (tmp_path / "long.txt").write_text("日本語" * 100)
-    prompts = [word for word in prepare_own_text(["long.txt"]) if "prompt" in word]
-    assert prompts == [f"--validation.sample_prompt={'日本語' * 4}日"], "no more than 40 bytes, in whole characters"
