@@ -40,20 +40,26 @@ def check_optim(config: Config, run_folder: Path | None = None) -> None:
 
 
 def _check_schedule(config: Config, run_folder: Path) -> None:
-    """Say that a schedule was shrunk to fit. Raises ConfigError if it would be shrunk in the middle of a run."""
+    """Say that a schedule is shrunk to fit. Raises ConfigError if the run began with one that did fit."""
+    misfit = _find_misfit(config)
+    if not misfit:
+        return
+    began = settings.recorded_config(run_folder)
+    if config.checkpoint.branch_from or (began and not _find_misfit(began)):
+        raise ConfigError(f"{misfit}, and only a new run may shrink them")
+    warmup_steps, decay_steps = fit_schedule(config.lr_scheduler, config.training.steps)
+    logger.info(f"{misfit}: in this run they are {warmup_steps} and {decay_steps}")
+
+
+def _find_misfit(config: Config) -> str:
+    """Which steps of the schedule the run is too short for; empty: it is long enough."""
     schedule = config.lr_scheduler
     steps = config.training.steps
     decay_steps = _decay_steps(schedule, steps)
-    fitted = fit_schedule(schedule, steps)
-    if fitted == (schedule.warmup_steps, decay_steps):
-        return
+    if fit_schedule(schedule, steps) == (schedule.warmup_steps, decay_steps):
+        return ""
     both = f"warmup_steps = {schedule.warmup_steps} and a decay of {decay_steps} steps"
-    misfit = f"lr_scheduler.{both} do not fit in training.steps = {steps}"
-    first = settings.recorded_config(run_folder) or config
-    is_changed = first.lr_scheduler != schedule or first.training.steps != steps
-    if config.checkpoint.branch_from or is_changed:
-        raise ConfigError(f"{misfit}, and only a new run may shrink them")
-    logger.info(f"{misfit}: in this run they are {fitted[0]} and {fitted[1]}")
+    return f"lr_scheduler.{both} do not fit in training.steps = {steps}"
 
 
 def build_groups(

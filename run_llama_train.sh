@@ -10,8 +10,15 @@
 set -euo pipefail
 here=$PWD
 cd "$(dirname "$(readlink -f "$0")")"
+unset PYTHONSAFEPATH  # the project's modules are found by the folder
+# A path that is typed means the place where one stands, or the project's folder if nothing is there.
+place() {
+  if [[ $1 && $1 != /* && -e $here/$1 && ! $here -ef . ]]; then printf '%s/' "$here"; fi
+  printf '%s\n' "$1"
+}
 
-CONFIG_FILE=${CONFIG_FILE:-}  # default: train_configs/default.toml; for a branch what its trunk recorded
+# Default: train_configs/default.toml; for a branch what its trunk recorded.
+CONFIG_FILE=${CONFIG_FILE:+$(place "$CONFIG_FILE")}
 NGPU=${NGPU:-}           # processes; default: one for each GPU, as many as can share the batch, or 1 where there is none
 MAX_RESTARTS=${MAX_RESTARTS:-0}  # how often torchrun may start the run again, as after a rollback to a checkpoint
 LOG_RANK=${LOG_RANK:-}   # ranks that print progress, such as 0,1; default: 0
@@ -28,19 +35,16 @@ while [ $# -gt 0 ]; do
       done
       [ "${own[*]}" ] || { echo "error: --data: must name folders, files or globs of text" >&2; exit 2; } ;;
     --data.datasets*) datasets=1 words+=("$1") && shift ;;
+    [!-]*.toml) default= words+=("$(place "$1")") && shift ;;
+    --config=* | --resume=*) default= words+=("${1%%=*}=$(place "${1#*=}")") && shift ;;
+    --config | --resume) default= words+=("$1" ${2+"$(place "$2")"}) && shift && shift $(($# > 0)) ;;
+    --checkpoint.branch_from*) default=${CONFIG_FILE:+$default} words+=("$1") && shift ;;
+    -h | --help) help=1 words+=("$1") && shift ;;
     *) words+=("$1") && shift ;;
   esac
 done
 if [ "${own[*]}" ] && [ "$datasets" ]; then echo "error: --data and --data.datasets: two sets of data" >&2; exit 2; fi
-set -- "${words[@]}"
-for word in "$@"; do
-  case $word in
-    --config | --config=* | --resume | --resume=* | [!-]*.toml) default= ;;  # as config.py reads them
-    --checkpoint.branch_from*) [ "$CONFIG_FILE" ] || default= ;;
-    -h | --help) help=1 ;;
-  esac
-done
-overrides=(${default:+"$default"} ${LOG_RANK:+--metrics.log_ranks="$LOG_RANK"} "$@")
+overrides=(${default:+"$default"} ${LOG_RANK:+--metrics.log_ranks="$LOG_RANK"} "${words[@]}")
 
 ./setup.sh
 python=.venv/bin/python
@@ -76,9 +80,6 @@ if grep -q '^datasets = .*"datasets/stdlib"' <<<"$settings" && [ ! -e datasets/s
 fi
 
 echo "starting: processes $NGPU, threads of each $OMP_NUM_THREADS" >&2
-# Signals to pass on to the ranks, which then save and stop; not SIGHUP under nohup, where it is ignored.
-signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1
-[[ $(trap -p HUP) ]] || signals+=,SIGHUP
 # Other nodes that the environment may speak of, and a name of this machine that nobody can look up, do not matter.
-exec $python -m run.torchrun --standalone --nnodes=1 --local-addr=127.0.0.1 --signals-to-handle="$signals" \
+exec $python -m run.torchrun --standalone --nnodes=1 --local-addr=127.0.0.1 \
   --nproc-per-node="$NGPU" --max-restarts="$MAX_RESTARTS" train.py "${overrides[@]}"

@@ -45,7 +45,7 @@ from optim import (
     set_learning_rate,
     summarize_groups,
 )
-from parallel.device import choose_param_dtype, device_type
+from parallel.device import check_compiler, choose_param_dtype, device_type
 from parallel.mesh import ParallelDims
 from parallel.pipeline import build_compute
 from run.failures import BadSteps, check_failures
@@ -68,6 +68,7 @@ def check_start(
     check_profiling(config.profiling, config.training.steps)
     check_failures(config, environment)
     check_settings(config)
+    check_compiler(config)
     check_sample(config, data.tokenizer)
     spec.check_parallelism(flavor, config)
     check_run_folder(config, identity)

@@ -4,13 +4,14 @@ An import of this module, as by train.py, sets up the allocator of a GPU's memor
 """
 
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from config import Config, recorded_config
+from config import Config, ConfigError, recorded_config
 
 # Segments that grow leave fewer holes: an 8B that takes 132 of 139 GiB was measured with them. torch reads this when it
 # first allocates on a GPU, not when it is imported (2.11 to 2.14), by its older names too.
@@ -23,6 +24,18 @@ def device_type() -> str:
     """The type of accelerator that torch found, such as "cuda", otherwise "cpu"."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator else "cpu"
+
+
+def check_compiler(config: Config) -> None:
+    """Raises ConfigError if torch.compile cannot compile for this CPU: without a compiler, or with spaces in paths."""
+    if not config.compile.enable or config.compile.backend != "inductor" or device_type() != "cpu":
+        return
+    compiler = os.environ.get("CXX", "g++")
+    if not shutil.which(compiler):
+        raise ConfigError(f"compile.enable = true: no C++ compiler {compiler!r}; install one (or name it in CXX)")
+    for place in (torch.__file__, os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")):
+        if " " in place:
+            raise ConfigError(f"compile.enable = true: torch cannot compile for a CPU with a space in a path: {place}")
 
 
 def synchronize(device: torch.device) -> None:

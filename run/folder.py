@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import shlex
 import socket
 import sys
 import time
@@ -132,7 +133,7 @@ def _lock(folder: Path) -> None:
     if process:
         raise TitaniteError(
             f"{folder}: a start of this run is still running here, process {process}: wait for its end, ask it to "
-            f"stop (touch {folder / 'stop'}), or give this one a run.folder of its own"
+            f"stop (touch {shlex.quote(str(folder / 'stop'))}), or give this one a run.folder of its own"
         )
 
 
@@ -216,7 +217,7 @@ def _record_patch(folder: Path) -> str:
 def resume_command(folder: Path, processes: int) -> str:
     """What to type to go on with a run, with as many processes on this machine."""
     start = f"NGPU={processes} ./run_llama_train.sh" if processes > 1 else "./run_llama_train.sh"
-    return f"{start} --resume {folder}"
+    return f"{start} --resume {shlex.quote(str(folder))}"
 
 
 def record_config(folder: Path, config: Config) -> None:
@@ -239,7 +240,7 @@ def _count_without_progress(folder: Path, last: dict[str, Any], job: str, saves:
         raise ConfigError(
             f"{folder}: starts of this job in a row that ended without a new checkpoint: {count}, "
             f"failures.restarts_without_progress = {allowed}; the last one: {ended['cause']}. Fix that, then start a "
-            f"new job, by another --rdzv-id, with --resume={folder}"
+            f"new job, by another --rdzv-id, with --resume={shlex.quote(str(folder))}"
         )
     return count + 1
 

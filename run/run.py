@@ -26,7 +26,7 @@ from config import Config, ConfigError, TitaniteError, file_errors, value_text
 from data.loader import Batch, DataLoader
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Compute
-from run.exits import AGAIN, EXPLAINED, MISTAKE
+from run.exits import AGAIN, EXPLAINED, MISTAKE, SHUTDOWN, shutdown_seconds
 from run.failures import RolledBackError
 from run.folder import note_start, record_config, resume_command, start_run
 from run.processes import (
@@ -133,7 +133,7 @@ class TrainingRun:
         for key, (old, new) in changed.items():
             logger.info(f"resume: {key} was {value_text(old)}, is now {value_text(new)}")
         logger.info(f"run folder {self.folder}  {environment.world_size} x {self.device.type}  {self.dims}")
-        self.stop = self._contexts.enter_context(StopRequest(self.folder, environment))
+        self.stop = self._contexts.enter_context(StopRequest(self.folder, environment, self._announce_late))
         self.asked_to_stop = self.stop.agreed
         if environment.local_rank == 0:
             note_start(self.folder)  # before any rank can write exit.json: to build the watchdog all ranks meet
@@ -158,6 +158,14 @@ class TrainingRun:
         except TitaniteError as error:
             self._unwritten = self._unwritten or error
             self.stop.asked_by = self.stop.asked_by or str(error)
+
+    def _announce_late(self) -> None:
+        """Record a request to stop for which torchrun will not wait, before it kills this rank."""
+        stop = self.stop
+        late = f"the step takes longer than the {shutdown_seconds():g} s for which torchrun waits ({SHUTDOWN})"
+        end = End("stopped", f"stopped by {stop.asked_by}, but {late}", None, stop.asks_again)
+        self.watchdog.announce(self.watchdog.find_lost(0) or end)
+        logger.warning(f"{end.cause}: what came after checkpoint {self.watchdog.last_checkpoint} is lost")
 
     def start_steps(self, step: int, ranks: Ranks) -> None:
         """Say that the loop begins after `step`. From here on a request to stop is answered after a step.
@@ -186,7 +194,8 @@ class TrainingRun:
         where = self.watchdog.current
         if self.config.compile.enable:
             where += ", and the first step compiles"
-        stop = f"to stop: touch {self.folder}/stop (after this step), or Ctrl-C until it ends (at once)"
+        file = shlex.quote(str(self.folder / "stop"))
+        stop = f"to stop: touch {file} (after this step), or Ctrl-C until it ends (at once)"
         logger.info(f"step {self.watchdog.step}: {SILENT_SECONDS:g} s so far, now in {where}; {stop}")
 
     def saved(self, step: int) -> None:
@@ -266,12 +275,13 @@ class TrainingRun:
         ask = f"--prompt {shlex.quote(self.config.validation.sample_prompt or 'Once')}"
         if self.data.is_chat:
             ask = "--chat"
-        python = os.path.relpath(sys.executable)
+        python = shlex.quote(os.path.relpath(sys.executable))
+        folder = shlex.quote(str(self.folder))
         if summary:
             logger.info(f"  {summary}")
-        logger.info(f"  curves:      {python} -m tools.compare {self.folder}")
+        logger.info(f"  curves:      {python} -m tools.compare {folder}")
         if self.config.checkpoint.enable:
-            logger.info(f"  write text:  {python} generate.py {self.folder} {ask}")
+            logger.info(f"  write text:  {python} generate.py {folder} {ask}")
             logger.info(f"  train on:    {self._resume} --training.{more}")
 
     def _check_written(self, step: int) -> None:

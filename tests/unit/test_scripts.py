@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import shutil
 import socket
@@ -141,6 +142,38 @@ def test_a_branch_has_no_default_config(words: list[str], runner: Path) -> None:
     assert log_of(runner)[-1].endswith(" ".join(["train.py", "--config=own.toml", words[-1]]))
 
 
+def test_paths_are_looked_up_where_one_stands(runner: Path) -> None:
+    """And in the project's folder, where what a run has printed can be typed."""
+    elsewhere = runner / "my place"
+    elsewhere.mkdir()
+    (elsewhere / "own.toml").touch()
+    for words, found in (
+        (["own.toml"], [f"{elsewhere}/own.toml"]),
+        (["--config", "own.toml"], ["--config", f"{elsewhere}/own.toml"]),
+        (["--resume=own.toml"], [f"--resume={elsewhere}/own.toml"]),
+        (["other.toml"], ["other.toml"]),
+    ):
+        assert run(elsewhere, "../run_llama_train.sh", *words, NGPU="1")[0] == 0
+        assert log_of(runner)[-1].endswith(" ".join(["train.py", *found]))
+
+
+def test_a_config_py_elsewhere_is_not_the_projects(tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text("raise SystemExit('another project')")
+    for command in ("./run_llama_train.sh", "launch/node.sh"):
+        words = [str(tmp_path / "run"), "train.py"] * (command == "launch/node.sh") + ["--training.stepz=1"]
+        code, said = run(ROOT, command, *words, PYTHONSAFEPATH="1", PYTHONPATH=str(tmp_path))
+        assert code in (2, 100)
+        assert said.startswith("error: training.stepz"), said
+
+
+def test_a_machine_without_a_compiler_ends_before_a_byte_is_written(tmp_path: Path) -> None:
+    words = ["train.py", "train_configs/debug.toml", "--data.datasets=tests/golden/dataset", "--compile.enable"]
+    code, said = run(ROOT, sys.executable, *words, f"--run.outputs={tmp_path / 'outputs'}", CXX="no-compiler")
+    assert code == 2
+    assert "no-compiler" in said.splitlines()[0]
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_two_sets_of_data_are_refused(runner: Path) -> None:
     said = run(runner, "./run_llama_train.sh", "--data", "x", "--data.datasets=y")
     assert said == (2, "error: --data and --data.datasets: two sets of data\n")
@@ -188,8 +221,7 @@ def test_a_crash_of_a_rank_shows_all_that_torchrun_says_and_a_stop_no_traceback(
         ({"kind": "error", "start_again": False}, True, 100),
         (None, True, 75),  # all ranks were killed
         ("", True, 75),  # while one of them wrote it
-        ({"kind": "stopped", "start_again": True}, False, 100),  # of a start before: this one was a mistake
-        (None, False, 100),
+        ({"kind": "error", "start_again": False}, False, 75),  # of a start before: torchrun itself failed
     ],
 )
 def test_exit_json_decides_whether_a_node_asks_for_another_start(
@@ -225,8 +257,53 @@ def test_a_node_passes_a_request_to_stop_on_and_waits(tmp_path: Path) -> None:
     while not (tmp_path / "begun").exists():
         assert process.poll() is None
     process.terminate()
-    assert process.wait(60) == 100
+    assert process.wait(60) == 75, "the job starts again elsewhere"
     assert log_of(tmp_path) == ["asked"]
+
+
+def test_a_node_gives_up_after_a_mistake_and_after_starts_that_led_nowhere(tmp_path: Path) -> None:
+    """Where no start is recorded: nodes that did not meet are started again, but not for ever."""
+    node = str(ROOT / "launch" / "node.sh")
+    python = tmp_path / ".venv" / "bin" / "python"
+    write_program(python, "#!/bin/sh\nexit 2\n")
+    assert run(tmp_path, node, "run", "train.py") == (100, "")
+    for ends_well in (True, False):
+        write_program(python, "#!/bin/sh\nexit 1\n")
+        assert [run(tmp_path, node, "run", "train.py")[0] for _ in range(3)] == [75] * 3
+        if ends_well:  # a start that is recorded ends the row
+            write_program(python, '#!/bin/sh\necho 1 > run/.started\necho \'"kind": "stopped"\' > run/exit.json\n')
+            assert run(tmp_path, node, "run", "train.py") == (0, "")
+    code, said = run(tmp_path, node, "run", "train.py")
+    assert (code, said.count("\n")) == (100, 1)
+    assert str(Path("run", f".unrecorded.{socket.gethostname()}")) in said
+
+
+@pytest.mark.parametrize("conf", ["is_host=true", ""])
+def test_a_port_that_something_else_holds_is_named(conf: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        words = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf={conf}"]
+        code, said = run(ROOT, "launch/node.sh", str(tmp_path / "run"), *words, "train.py")
+    assert code == 75
+    assert said.startswith(f"error: port {port} ")
+    assert said.count("\n") == 1
+
+
+MADE_ELSEWHERE = {"models/palm.py", "benchmarks/results/gpu_queue-GPU.json"}  # names that docs give as examples
+ROOMS = "benchmarks|checkpoint|data|docs|float8|launch|models|parallel|run|storage|tests|tools|train_configs"
+
+
+def test_what_launch_and_docs_name_exists() -> None:
+    files = [file for folder in ("docs", "launch") for file in (ROOT / folder).rglob("*.*")]
+    named = set()
+    for file in (*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        text = file.read_text()
+        named |= set(re.findall(rf"(?<![\w./-])((?:{ROOMS})/[\w./-]+\.(?:py|sh|toml|yaml|json|md))", text))
+        for module in re.findall(rf'-m"?,? "?((?:{ROOMS})\.[a-z0-9_.]+)', text):
+            path = module.rstrip(".").replace(".", "/")
+            named.add(f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py")
+    assert len(named) > 50
+    assert not [name for name in named - MADE_ELSEWHERE if not (ROOT / name).exists()]
 
 
 def test_the_quick_tests_exist() -> None:
