@@ -294,7 +294,7 @@ ROOMS = "benchmarks|checkpoint|data|docs|float8|launch|models|parallel|run|stora
 
 
 def test_what_launch_and_docs_name_exists() -> None:
-    files = [file for folder in ("docs", "launch") for file in (ROOT / folder).rglob("*.*")]
+    files = [*(ROOT / "docs").glob("*.md"), *(ROOT / "launch").rglob("*.*"), ROOT / "launch/kubernetes/Dockerfile"]
     named = set()
     for file in (*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         text = file.read_text()
