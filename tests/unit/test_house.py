@@ -32,6 +32,7 @@ ENVIRONMENT = {
     "run/processes.py",
     "storage/s3.py",
     "run/run.py",
+    "run/exits.py",
     "run/torchrun.py",
     "data/workers.py",
     "tools/study.py",  # gives each run its devices
