@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from config import TitaniteError, command_line
-from data.chat import chat_of
-from data.conversations import read_conversation
+from data.chat import chat_of, read_conversation
 from data.tokenizer import Tokenizer
 from models.generation import Request, TextStream, check_prompt, generate
 from models.trained import Trained, add_place_arguments, load_from_arguments
@@ -116,7 +115,8 @@ def prompt_of(record: Any) -> Record:
 
 def messages_of(record: Any) -> Record:
     """The conversation of a line of `--chats-file`, as data.prepare reads it."""
-    return dict(zip(("messages", "tools"), read_conversation(record), strict=False))
+    messages, tools = read_conversation(record)
+    return {"messages": messages, "tools": tools} if tools else {"messages": messages}
 
 
 def main(argv: list[str]) -> None:

@@ -35,10 +35,10 @@ from torch import Tensor
 
 from benchmarks.report import build_parser, finish, print_row
 from config import Config, from_dict
-from data.place import Place
+from data.prepare.output import Output
+from data.prepare.writer import write_manifest, write_shard
 from data.shards import token_type
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from data.writer import write_manifest, write_shard
 from tests.dask_cluster import Cluster
 
 VOCAB_SIZE, MEAN_DOCUMENT = 50_000, 600
@@ -82,8 +82,8 @@ def write_ours(folder: Path, ids: np.ndarray, offsets: np.ndarray, block_bytes: 
     for number, (first, stop) in enumerate(itertools.pairwise(cuts)):
         part = (offsets[first : stop + 1] - offsets[first]).astype(np.int32)
         documents = pa.ListArray.from_arrays(part, ids[offsets[first] : offsets[stop]], type=token_type("uint16"))
-        written.append(write_shard(Place(str(folder)), "train", number, documents, block_bytes))
-    write_manifest(Place(str(folder)), tokenizer, written)
+        written.append(write_shard(Output(str(folder)), "train", number, documents, block_bytes))
+    write_manifest(Output(str(folder)), tokenizer, written)
 
 
 def our_config(folders: list[Path], **data: Any) -> Config:
@@ -352,11 +352,12 @@ def prepare(root: Path, quick: bool, megabytes: int = 200, rounds: int = 3) -> t
     """
     if quick:
         megabytes, rounds = 25, 1
-    from data.sources import documents, list_files, plan_units
+    from data.prepare.readers import documents, plan_units
+    from data.prepare.sources import list_files
 
     texts = []
     for unit in plan_units(list_files(["stdlib"])):
-        texts += [text for _, text in documents(unit, ["text"])]
+        texts += [text for _, text in documents(unit)]
     tokenizer = root / "tokenizer"
     tokenizer.mkdir()
     train_tokenizer(texts, 4096).save(tokenizer)

@@ -1,20 +1,16 @@
-"""Prompts with gold answers, whose bits per byte validations report: from a JSONL file or a folder of tuning data."""
+"""Prompts with gold answers in a JSONL file, whose bits per byte validations report."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import torch
 
 from config import Config, ConfigError, TitaniteError
-from data.chat import encode_answer
-from data.loader import IGNORED, Batch, padded_batches, validation_batches
-from data.packing import PackedRows, pack
-from data.shards import DataError, check_dataset, open_dataset
+from data.loader import Batch, padded_batches
+from data.packing import PackedRows, marked, pack, shared_length
 from data.tokenizer import Tokenizer
 from storage.records import read_lines
 
@@ -24,7 +20,7 @@ class Answers(NamedTuple):
 
     name: str
     batches: Callable[[int, int], Iterator[Batch]]
-    n_bytes: int = 0  # of the answers in UTF-8; 0: those of the labels
+    n_bytes: int  # of the answers in UTF-8
 
 
 def load_answers(config: Config, tokenizer: Tokenizer) -> list[Answers]:
@@ -35,10 +31,10 @@ def load_answers(config: Config, tokenizer: Tokenizer) -> list[Answers]:
         raise ConfigError(f"validation.answers = {list(validation.answers)}: {needed}")
     names = name_sets(*validation.answers, *validation.datasets)
     sets = []
-    for name, place in zip(names, validation.answers, strict=False):
-        is_folder = "://" in place or Path(place).is_dir()
-        load = _load_folder if is_folder else _load_file
-        sets.append(load(name, place, config, tokenizer))
+    for name, file in zip(names, validation.answers, strict=False):
+        if "://" in file or Path(file).is_dir():
+            raise ConfigError(f"validation.answers: {file}: must be a .jsonl file; validation.datasets takes folders")
+        sets.append(_load_file(name, file, config, tokenizer))
     return sets
 
 
@@ -46,25 +42,6 @@ def name_sets(*places: str) -> list[str]:
     """The last parts of their names, without .jsonl, or the whole ones if two share one."""
     names = [place.rstrip("/").rpartition("/")[2].removesuffix(".jsonl") for place in places]
     return names if len(set(names)) == len(names) else list(places)
-
-
-def _load_folder(name: str, url: str, config: Config, tokenizer: Tokenizer) -> Answers:
-    """All held-out examples of prepared tuning data."""
-    dataset = open_dataset(url, config)
-    if dataset.tokenizer_fingerprint != tokenizer.fingerprint:
-        raise DataError(f"{url}: was made with another tokenizer than the model's")
-    check_dataset(dataset, dataset, config)
-    dataset.split("validation")
-    data = replace(config.data, datasets=(url,), weights=())
-    own = replace(config, data=data, validation=replace(config.validation, max_samples=0))
-    return Answers(name, partial(_folder_batches, own, torch.from_numpy(tokenizer.byte_lengths)))
-
-
-def _folder_batches(config: Config, byte_lengths: torch.Tensor, dp_rank: int, dp_size: int) -> Iterator[Batch]:
-    """What is trained, but for special tokens such as an answer's end, which are no text."""
-    for batch in validation_batches(config, dp_rank, dp_size):
-        is_text = byte_lengths[batch.labels.clamp(min=0)] > 0
-        yield batch._replace(labels=torch.where(is_text, batch.labels, IGNORED))
 
 
 def _load_file(name: str, file: str, config: Config, tokenizer: Tokenizer) -> Answers:
@@ -89,3 +66,20 @@ def _load_file(name: str, file: str, config: Config, tokenizer: Tokenizer) -> An
     stream = PackedRows(np.concatenate(rows))
     samples = [(stream, first) for first in range(0, len(stream.values), seq_len)]
     return Answers(name, partial(padded_batches, samples, config), sum(n_bytes for _, n_bytes in found))
+
+
+def encode_answer(tokenizer: Tokenizer, prompt: str, answer: str) -> np.ndarray:
+    """Prompt and answer as an example, uint32 with the bits of data.packing: one text, as a model reads it.
+
+    The answer begins where its tokens part from those of the prompt. These are the tokens of lm-evaluation-harness,
+    unless the prompt ends in spaces, all of which it counts. Where nothing comes before the first, the end of another
+    document does, as in training. Raises TitaniteError.
+    """
+    ids = tokenizer.encode(prompt + answer)
+    start = shared_length(ids, tokenizer.encode(prompt))
+    if start == len(ids):
+        raise TitaniteError("the tokenizer makes no token of the answer")
+    if start == 0:
+        ids = [tokenizer.eos_id, *ids]
+        start = 1
+    return marked(ids, [place >= start for place in range(len(ids))])

@@ -5,7 +5,8 @@ that length is therefore a whole row, wherever data.order puts it, and no exampl
 """
 
 from bisect import bisect_left, insort
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -14,6 +15,20 @@ TOKEN_BITS = 2**30 - 1  # the token's id
 START = 2**30  # an example, or the padding, begins here
 HIDDEN = 2**31  # never a label, so not trained
 MAX_OPEN_ROWS = 256  # rows with room left that packing considers
+
+
+def marked(ids: Sequence[int], trained: Sequence[bool]) -> np.ndarray:
+    """An example, uint32 with the bits above. Its first token is never trained, since nothing comes before it."""
+    tokens = np.array(ids, np.uint32)
+    tokens[~np.array(trained, bool)] |= np.uint32(HIDDEN)
+    tokens[0] |= np.uint32(START | HIDDEN)
+    return tokens
+
+
+def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many tokens, or letters, at the beginning are the same."""
+    shortest = min(len(one), len(other))
+    return next((i for i in range(shortest) if one[i] != other[i]), shortest)
 
 
 def pack(examples: pa.ListArray, seq_len: int, eos_id: int) -> pa.ListArray:

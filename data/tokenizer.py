@@ -23,10 +23,16 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
 OLDER_CONFIG = "special_tokens_map.json"
-FILES = (TOKENIZER, CONFIG, OLDER_CONFIG, "added_tokens.json", CHAT_TEMPLATE)
+SETTLED = "tokenizer_settled.json"  # what transformers makes of the others, where tokenizer.json says otherwise
+FILES = (TOKENIZER, CONFIG, OLDER_CONFIG, "added_tokens.json", CHAT_TEMPLATE, SETTLED)
+MODEL_CONFIG = "config.json"  # beside a tokenizer: its folder is a model's of Hugging Face
+NEEDED = "transformers is not installed; chats and pairs need: pip install -r requirements-tuning.txt"
 END_OF_TEXT = "<|endoftext|>"
 PROBE = "A b\n\tc0x1F: naïve 日本 🙂."  # a text whose bytes are counted
 LEARNT_WORD_BYTES = 2000  # longer words are cut, only while a tokenizer is trained
+# Parts of a tokenizer.json that decide the ids of a text, beside the post-processor.
+PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
+GENERIC = ("", "PreTrainedTokenizerFast", "TokenizersBackend")  # classes that take tokenizer.json as it is
 # In transformers' order. A tokenizer may name others.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a byte that no other token holds
@@ -54,6 +60,8 @@ class Tokenizer:
         raw.no_padding()
         named = eos_token.encode() + b"\0" + raw.to_str().encode()
         self.fingerprint: str = hashlib.sha256(named).hexdigest()[:16]
+        if getattr(raw.model, "dropout", None):
+            raw.model.dropout = None  # otherwise a text has other ids each time
         _add_declared(raw, declared)
         eos_id = raw.token_to_id(eos_token)
         if eos_id is None:
@@ -66,7 +74,7 @@ class Tokenizer:
         self.chat_template: str = _template_of(declared.pop("chat_template", ""))  # Jinja, "" without one
         self._given = dict(given or {})
         self._given_template = self.chat_template if given else ""
-        self._declared = declared
+        self.declared = declared
         self.vocab_size: int = max(raw.get_vocab().values()) + 1
         spellings = [eos_token, f"a{eos_token}a", f"a {eos_token} a", f"\n{eos_token}\n"]
         if any(eos_id in encoding.ids for encoding in raw.encode_batch(spellings, add_special_tokens=False)):
@@ -120,7 +128,7 @@ class Tokenizer:
         config = json_object(files.get(CONFIG, b"{}"), CONFIG)
         if content_of(config.get("eos_token")) != self.eos_token:
             first = {"bos_token": self.raw.id_to_token(self.prefix[0])} if self.prefix else {}
-            made = {"tokenizer_class": "PreTrainedTokenizerFast", **first, **self._declared, **config}
+            made = {"tokenizer_class": "PreTrainedTokenizerFast", **first, **self.declared, **config}
             files[CONFIG] = (json.dumps(made | {"eos_token": self.eos_token}, indent=2) + "\n").encode()
         if self.chat_template != self._given_template:
             files[CHAT_TEMPLATE] = self.chat_template.encode()
@@ -144,12 +152,72 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
     with file_errors():
         file = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
         files = read_files(file.parent) | {TOKENIZER: file.read_bytes()}
-    return parse_tokenizer(files, str(file.parent), eos_token)
+    tokenizer = parse_tokenizer(files, str(file.parent), eos_token)
+    if json.loads(files[TOKENIZER])["model"].get("dropout"):
+        log.warning(f"{file}: its dropout is switched off: otherwise a text has other ids each time")
+    return tokenizer
 
 
 def read_files(folder: Path, names: Iterable[str] = FILES) -> dict[str, bytes]:
-    """Name → content of those of `names`, by default the tokenizer's files, that a folder has."""
-    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    """Name → content of those of `names`, by default the tokenizer's files, that a folder has. Raises TitaniteError.
+
+    For a model of Hugging Face's, SETTLED is among them where it is needed: a tokenizer is settled where it enters.
+    """
+    files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    if SETTLED not in files and TOKENIZER in files and (folder / MODEL_CONFIG).is_file():
+        files |= _settle(folder, files)
+    return files
+
+
+def _settle(folder: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """SETTLED, if AutoTokenizer of a model's folder has other ids or special tokens than its tokenizer.json.
+
+    It believes the class in tokenizer_config.json for some models and not for others (transformers 5). Without
+    transformers, tokenizer.json counts if the class is generic or the model's own. Raises TitaniteError otherwise.
+    """
+    name = f"{folder}/{MODEL_CONFIG}"
+    model_type = str(json_object((folder / MODEL_CONFIG).read_bytes(), name).get("model_type", ""))
+    declared = _declared_fields(files, str(folder))
+    own_class = str(declared.get("tokenizer_class") or "")
+    try:
+        from transformers import AutoTokenizer, logging
+    except ImportError:
+        family = re.sub(r"Tokenizer|Fast|[^A-Za-z]", "", own_class).lower()
+        if own_class in GENERIC or family == re.sub("[^a-z]", "", model_type):
+            return {}
+        which = f"{folder}: whether a {model_type} splits text as its tokenizer.json or as a {own_class}"
+        raise TitaniteError(f"{which} is known to transformers: pip install -r requirements-tuning.txt") from None
+    logging.set_verbosity_error()
+    try:
+        theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        backend = theirs.backend_tokenizer
+    except Exception as error:  # of any kind, from any of its classes
+        said = " ".join(str(error).split())[:200]
+        log.warning(f"{folder}: transformers cannot read the tokenizer, so tokenizer.json counts alone: {said}")
+        return {}
+    ours = RawTokenizer.from_str(files[TOKENIZER].decode())
+    _add_declared(ours, declared)
+    special = {key: token for key, token in theirs.special_tokens_map.items() if key in NAMED}
+    is_same = all(content_of(declared.get(key)) == token for key, token in special.items())
+    if is_same and _segmentation(ours) == _segmentation(backend):
+        return {}
+    log.info(f"{folder}: its tokenizer is {type(theirs).__name__} to transformers, not its tokenizer.json")
+    return {SETTLED: json.dumps({"tokenizer": json.loads(backend.to_str()), "special_tokens": special}).encode()}
+
+
+def _segmentation(raw: RawTokenizer) -> list[Any]:
+    """What decides the ids of a text."""
+    parts = json.loads(raw.to_str())
+    return [*(_without_empty(parts[name]) for name in PARTS), raw.encode("a").ids]
+
+
+def _without_empty(value: Any) -> Any:
+    """A part of a tokenizer.json without fields that say nothing, and without its dropout."""
+    if isinstance(value, dict):
+        return {key: _without_empty(part) for key, part in value.items() if part not in (None, "", False)}
+    if isinstance(value, list):
+        return [_without_empty(part) for part in value]
+    return value
 
 
 def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = "") -> Tokenizer:
@@ -160,11 +228,16 @@ def parse_tokenizer(files: Mapping[str, bytes], folder: str, eos_token: str = ""
     name = f"{folder}/{TOKENIZER}"
     given = {file: content for file, content in files.items() if file in FILES}
     declared = _declared_fields(files, folder)
-    eos_token = eos_token or content_of(declared.get("eos_token")) or ""
     try:
         if CHAT_TEMPLATE in files:
             declared["chat_template"] = files[CHAT_TEMPLATE].decode()
-        raw = RawTokenizer.from_str(files[TOKENIZER].decode())
+        backend = files[TOKENIZER].decode()
+        if SETTLED in files:
+            settled = json_object(files[SETTLED], f"{folder}/{SETTLED}")
+            backend = json.dumps(settled["tokenizer"])
+            declared |= settled["special_tokens"]
+        raw = RawTokenizer.from_str(backend)
+        eos_token = eos_token or content_of(declared.get("eos_token"))
         eos_token = eos_token or next((eos for eos in KNOWN_EOS if raw.token_to_id(eos) is not None), KNOWN_EOS[0])
         return Tokenizer(raw, eos_token, name, given=given, **declared)
     except TitaniteError:

@@ -10,13 +10,15 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from config import Config, from_dict
-from data import prepare as preparation
 from data.order import derive_key, permutation
-from data.place import Place
+from data.prepare import prepare_sources
+from data.prepare.options import parse_options, words_of
+from data.prepare.output import Output
+from data.prepare.readers import documents, plan_units
+from data.prepare.sources import list_files
+from data.prepare.writer import token_dtype, write_manifest, write_shard
 from data.shards import token_type
-from data.sources import documents, list_files, plan_units
 from data.tokenizer import END_OF_TEXT, Tokenizer
-from data.writer import token_dtype, write_manifest, write_shard
 
 
 def word_tokenizer(vocab_size: int) -> Tokenizer:
@@ -52,26 +54,26 @@ def write_dataset(
     dtype = token_dtype(vocab_size)
     block_bytes = block_tokens * (2 if dtype == "uint16" else 4)
     written = [
-        write_shard(Place(str(folder)), split, number, pa.array(documents, token_type(dtype)), block_bytes)
+        write_shard(Output(str(folder)), split, number, pa.array(documents, token_type(dtype)), block_bytes)
         for split, shards in (("train", train), ("validation", [validation or []]))
         for number, documents in enumerate(shards)
     ]
-    write_manifest(Place(str(folder)), tokenizer, written)
+    write_manifest(Output(str(folder)), tokenizer, written)
     return folder
 
 
 def prepare(sources: list[str], output: str, **options: object) -> dict[str, Any]:
     """Run data.prepare in this process. Raises what its command prints."""
-    words = preparation.words_of({"output": output, **options})
-    return preparation.prepare_sources(preparation.parse_options(["--source", *sources, *words]))
+    words = words_of({"output": output, **options})
+    return prepare_sources(parse_options(["--source", *sources, *words]))
 
 
 def documents_in(
     source: object, keys: Sequence[str] = ("text",), format: str = "text", separator: str = ""
 ) -> list[str]:
     """The text of every document, unit after unit."""
-    units = plan_units(list_files([str(source)]), separator)
-    return [text for unit in units for _, text in documents(unit, keys, format)]
+    units = plan_units(list_files([str(source)]))
+    return [text for unit in units for _, text in documents(unit, keys, format, separator)]
 
 
 def stored_blocks(folder: Path, split: str = "train") -> list[list[list[int]]]:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 # A worker that is to run FUNCTION removes the file kill-FUNCTION, if there is one, and kills itself.
 TRAPS = """
 import os
-from data import writer, prepare
+from data.prepare import passes, writer
 def set_trap(module, name):
     real = getattr(module, name)
     def trapped(*arguments):
@@ -23,7 +23,7 @@ def set_trap(module, name):
             return real(*arguments)
         os.kill(os.getpid(), 9)
     setattr(module, name, trapped)
-set_trap(prepare, '_write_part')
+set_trap(passes, '_write_part')
 set_trap(writer, 'write_shard')
 """
 

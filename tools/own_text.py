@@ -12,11 +12,13 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from config import command_line
-from data.prepare import cut, prepare
+from data.prepare import prepare
+from data.prepare.options import PIECE_CHARACTERS
+from data.prepare.passes import cut
+from data.prepare.readers import Tally, documents, plan_units
+from data.prepare.sources import File, list_files
 from data.shards import digest, open_dataset
-from data.sources import File, Found, documents, list_files, plan_units
 
-MAX_CHARACTERS = 4000  # of a piece of text
 HELD_OUT_PIECES = 8  # of a small text; of others a share
 FEW_TOKENS = 20_000  # below so many held-out ones, figures are rough
 SHARES = (0.02, 0.3)  # least and most that is held out
@@ -31,7 +33,7 @@ def prepare_own_text(sources: Sequence[str]) -> list[str]:
     files = list_files(sources)
     name = re.sub(r"[^\w.-]+", "-", Path(sources[0].rstrip("/*")).stem).strip("-.") or "text"
     folder = f"datasets/{name}-{digest(json.dumps(files).encode())[:8]}"
-    pieces = sum(file.size for file in files) / MAX_CHARACTERS
+    pieces = sum(file.size for file in files) / PIECE_CHARACTERS
     share = min(max(SHARES[0], HELD_OUT_PIECES / max(pieces, 1)), SHARES[1])
     with redirect_stdout(sys.stderr):
         if not Path(folder, "manifest.json").exists():
@@ -40,7 +42,7 @@ def prepare_own_text(sources: Sequence[str]) -> list[str]:
         if splits["validation"].total_tokens > splits["train"].total_tokens:  # by chance: little text, or equal pieces
             prepare(_pieces(files), folder, validation_fraction=0, overwrite=True)
         held_out = open_dataset(folder).splits["validation"].total_tokens
-        print(f"{folder}: documents are pieces of up to {MAX_CHARACTERS:,} characters, so that a batch has many")
+        print(f"{folder}: documents are pieces of up to {PIECE_CHARACTERS:,} characters, so that a batch has many")
         if held_out < FEW_TOKENS:
             print(f"warning: {held_out:,} tokens are held out, too few for a steady figure: more text helps")
     wanted = [f"--data.datasets={json.dumps([folder])}"]
@@ -49,16 +51,16 @@ def prepare_own_text(sources: Sequence[str]) -> list[str]:
     return wanted
 
 
-def _texts(files: Sequence[File], found: Found) -> Iterator[str]:
+def _texts(files: Sequence[File], tally: Tally) -> Iterator[str]:
     for unit in plan_units(files):
-        for _, text in documents(unit, ["text"], "text", found):
+        for _, text in documents(unit, tally=tally):
             yield text
 
 
 def _pieces(files: Sequence[File]) -> Iterator[str]:
     """Yield the text in pieces. Each is held out or not, as a small text may be one file."""
-    for text in _texts(files, Found()):
-        yield from cut(text, MAX_CHARACTERS)
+    for text in _texts(files, Tally()):
+        yield from cut(text, PIECE_CHARACTERS)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,9 @@ SETTINGS = (
     "--data.mask_documents",
 )
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
+    "{% for m in messages %}<|im_start|> {{ m.role }} {% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }} <|im_end|>{% endgeneration %}{% else %}{{ m.content }} <|im_end|>{% endif %}"
+    " {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
 )
 

@@ -21,10 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from checkpoint import CheckpointError
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
-from data.chat import encode_answer
+from data.answers import encode_answer
 from data.loader import IGNORED, Batch, validation_batches
 from data.packing import HIDDEN, START
-from data.prepare import prepare
 from data.shards import open_dataset
 from data.tokenizer import Tokenizer
 from loss import cross_entropy
@@ -230,12 +229,11 @@ def bits_per_byte(folder: Path, pairs: list[tuple[str, str]]) -> float:
 def test_answers_are_measured_as_transformers_and_the_harness_would(
     split: list[str], small: tuple[str, ...], dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file, folder, run, exported = (tmp_path / name for name in ("mine.jsonl", "asked", "run", "hf"))
+    file, other, run, exported = (tmp_path / name for name in ("mine.jsonl", "asked.jsonl", "run", "hf"))
     pairs = [*PAIRS, ("", "ba na")]
-    file.write_text("\n".join(json.dumps({"prompt": prompt, "answer": answer, "id": 1}) for prompt, answer in pairs))
-    records = [{"prompt": prompt, "response": answer} for prompt, answer in PAIRS]
-    prepare(records, str(folder), format="sft", tokenizer=dataset, seq_len=32, validation_fraction=1)
-    places = [file, folder] if "--data.mask_documents" in split else [file]
+    for name, these in ((file, pairs), (other, PAIRS)):
+        name.write_text("\n".join(json.dumps({"prompt": asked, "answer": gold, "id": 1}) for asked, gold in these))
+    places = [file, other]
     words = [*small, *split, "--training.steps=2", "--validation.answers=" + ",".join(map(str, places))]
     words += [f"--run.folder={run}", "--checkpoint.interval=2", "--validation.interval=2"]
     run_ranks(2, train_as, words, start_group=False)

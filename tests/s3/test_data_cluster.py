@@ -14,9 +14,9 @@ import fsspec
 import pytest
 
 from config import TitaniteError
-from data import sources, workers
-from data.place import PLAN, Place
-from data.prepare import words_of
+from data.prepare import readers, workers
+from data.prepare.options import words_of
+from data.prepare.output import PLAN, Output
 from data.shards import digest
 from data.tokenizer import train_tokenizer
 from tests.corpus import prepare
@@ -27,7 +27,7 @@ pytest.importorskip("distributed", reason="pip install -r requirements-cluster.t
 # A client that kills itself at the third result of one pass.
 KILLED_CLIENT = """
 import os, sys
-from data import prepare, sources, workers
+from data.prepare import main, readers, workers
 real = workers.cluster_map
 def killed_map(client):
     def run(function, tasks):
@@ -36,8 +36,8 @@ def killed_map(client):
             yield result
     return run
 workers.cluster_map = killed_map
-sources.UNIT_BYTES = 4000
-prepare.main(sys.argv[2:])
+readers.UNIT_BYTES = 4000
+main(sys.argv[2:])
 """
 
 
@@ -71,14 +71,14 @@ def expected(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
     """What one process makes of it."""
     folder = tmp_path_factory.mktemp("one")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "UNIT_BYTES", 4000)
+        patch.setattr(readers, "UNIT_BYTES", 4000)
         run(options, f"{folder}/out", processes=1)
     return contents(f"{folder}/out")
 
 
 @pytest.fixture(params=["folder", "s3"])
 def output(request: pytest.FixtureRequest, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setattr(sources, "UNIT_BYTES", 4000)
+    monkeypatch.setattr(readers, "UNIT_BYTES", 4000)
     return f"{bucket}/sets/out" if request.param == "s3" else f"{tmp_path}/out"
 
 
@@ -94,7 +94,7 @@ def contents(output: str) -> dict[str, bytes]:
 
 
 def test_a_killed_client_goes_on(clusters, options, expected, output, tmp_path):
-    function = "_write_bucket" if "s3:" in output else "_tokenize_unit"
+    function = "_write_bucket" if "s3:" in output else "_tokenise_unit"
     given = {"output": output, "cluster": clusters[0].address, **options}
     command = [sys.executable, "-c", KILLED_CLIENT, function, *words_of(given)]
     killed = subprocess.run(command, env=clusters[0].environment, capture_output=True, text=True)
@@ -105,16 +105,20 @@ def test_a_killed_client_goes_on(clusters, options, expected, output, tmp_path):
     assert len(expected) > 8
 
 
-def test_a_worker_that_is_killed_costs_its_task(clusters, options, expected, output, tmp_path, caplog):
+def test_a_worker_that_is_killed_costs_its_task(clusters, options, expected, output):
     trap = clusters[0].folder / ("kill-write_shard" if "s3:" in output else "kill-_write_part")
     trap.touch()
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    run(options, output, cluster=clusters[0].address, scratch=scratch)
+    run(options, output, cluster=clusters[0].address)
     assert not trap.exists()
-    assert ("no effect" in caplog.text) == ("s3:" not in output)
     assert contents(output) == expected
-    assert not [*scratch.iterdir()]
+
+
+@pytest.mark.parametrize("output", ["s3"], indirect=True)
+def test_on_s3_a_finished_dataset_is_replaced_only_once_it_is_given_up(options, expected, output):
+    run(options, output, processes=1)
+    with pytest.raises(TitaniteError, match=r"remove its manifest\.json"):
+        run(options, output, processes=1, overwrite=True)
+    assert contents(output) == expected
 
 
 @pytest.mark.parametrize(
@@ -126,9 +130,7 @@ def test_a_worker_that_is_killed_costs_its_task(clusters, options, expected, out
             "--cluster tcp://127.0.0.1:1: no scheduler answers there",
         ),
         ({"cluster": "missing.json"}, {}, "--cluster missing.json: must be tcp://host:port, or the file that"),
-        ({"source": "-", "output": "s3://b/o", "overwrite": True}, {}, "--source -: a pipe is kept in the output fol"),
         ({"processes": 2}, {}, "--processes 2: no effect with --cluster"),
-        ({"scratch": "/missing"}, {}, "worker tcp://.*: --scratch /missing: is no folder there"),
         ({}, {"code_digest": lambda: "other"}, "worker tcp://.*: has another version of Titanite, or of numpy"),
         ({}, {"MARK": ".other"}, "worker tcp://.*: does not see .*out, which must be a folder that all"),
     ],
@@ -144,11 +146,11 @@ def test_what_would_fail_is_said_first(clusters, options, tmp_path, monkeypatch,
 def test_a_late_writer_writes_nothing_where_another_preparation_has_begun(output, tmp_path):
     """Such as a worker that its scheduler had given up."""
     (tmp_path / "out" / ".parts").mkdir(parents=True)
-    Place(output).put(PLAN, b"new")
+    Output(output).put(PLAN, b"new")
     with pytest.raises(TitaniteError, match="another preparation has begun or ended there meanwhile"):
-        Place(output, plan=digest(b"old")).put("train-00000.arrow", b"old")
+        Output(output, plan=digest(b"old")).put("train-00000.arrow", b"old")
     assert contents(output) == {f"/{PLAN}": b"new"}
-    Place(output, plan=digest(b"new")).put("train-00000.arrow", b"new")
+    Output(output, plan=digest(b"new")).put("train-00000.arrow", b"new")
 
 
 @pytest.mark.parametrize("output", ["s3"], indirect=True)

@@ -1,12 +1,10 @@
-"""Conversations as examples: the texts are those that transformers renders, and each answer is trained once."""
+"""Chats as examples: ids and masks are transformers', each answer is trained, and nothing disappears."""
 
 import itertools
 import json
-from datetime import datetime
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
@@ -14,167 +12,203 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from config import TitaniteError
-from data.chat import ChatTemplate, Example, chat_of, use_template
-from data.conversations import read_conversation
+from data.chat import ChatTemplate, chat_of, read_conversation
 from data.packing import HIDDEN, TOKEN_BITS
 from data.prepare import main as prepare
+from data.prepare.tuning import Example, encode_conversation, use_template
 from data.tokenizer import Tokenizer, load_tokenizer
 from tests.corpus import stored_blocks
 from tests.unit.test_generate import SPECIAL, byte_tokenizer
 
 END = "<|im_end|>"
 TURNS = [{"role": role, "content": f"{role[0]}{n}"} for n in (1, 2) for role in ("user", "assistant")]
-LOOP = "{% for m in messages %}"
-ROLE = LOOP + "<|im_start|>{{ m.role }}:"
-ASK = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:"
-PLAIN = ROLE + "{{ m.content }}<|im_end|>" + ASK + "{% endif %}"
+BEGIN = "{% for m in messages %}<|im_start|>{{ m.role }}:"
+ASK = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
 
 
-def tokenizer() -> Tokenizer:
+def template(answer: str, other: str = "{{ m.content }}<|im_end|>", begin: str = BEGIN) -> str:
+    """A template that marks what `answer` prints."""
+    marked = "{% generation %}" + answer + "{% endgeneration %}"
+    return begin + "{% if m.role == 'assistant' %}" + marked + "{% else %}" + other + "{% endif %}" + ASK
+
+
+PLAIN = template("{{ m.content }}<|im_end|>")
+CALLS = "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+WITH_TOOLS = TOOLS + template("{{ m.reasoning_content }}{{ m.content }}" + CALLS + "<|im_end|>")
+
+
+def tokenizer(source: str) -> Tokenizer:
     """It begins each text with a bos, which is not to be added to what a template prints."""
     raw = byte_tokenizer(*SPECIAL, "<s>").raw
     raw.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", raw.token_to_id("<s>"))])
-    return Tokenizer(raw, "<|endoftext|>", bos_token="<s>")
+    return Tokenizer(raw, "<|endoftext|>", bos_token="<s>", chat_template=source)
 
 
-def rendered(template: str, messages: list[dict[str, Any]], **options: Any) -> Any:
-    """The text that transformers makes of a conversation, or its ids and mask."""
-    raw = RawTokenizer.from_str(tokenizer().raw.to_str())
-    theirs = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="<|endoftext|>")
-    return theirs.apply_chat_template(messages, chat_template=template, **{"tokenize": False, **options})
+def transformers_of(ours: Tokenizer) -> Any:
+    raw = RawTokenizer.from_str(ours.raw.to_str())
+    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="<|endoftext|>")
 
 
-def trained_texts(example: Example) -> list[str]:
+def trained_texts(ours: Tokenizer, example: Example) -> list[str]:
     runs = itertools.groupby(zip(*example, strict=True), key=itemgetter(1))
-    return [
-        tokenizer().raw.decode([id for id, _ in run], skip_special_tokens=False) for trained, run in runs if trained
-    ]
-
-
-# Name → template, and the trained texts of its examples.
-KINDS: dict[str, tuple[str, list[list[str]]]] = {
-    "as it is asked": (PLAIN, [["a1" + END, "a2" + END]]),
-    "with bos": ("{{ bos_token }}" + PLAIN, [["a1" + END, "a2" + END]]),
-    "marked": (
-        ROLE
-        + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
-        + "{% else %}{{ m.content }}<|im_end|>{% endif %}"
-        + ASK
-        + "{% endif %}",
-        [["a1" + END, "a2" + END]],
-    ),
-    "thoughts in the last answer": (
-        ROLE
-        + "{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}{{ m.content }}<|im_end|>"
-        + ASK
-        + "{% endif %}",
-        [["<think></think>a1" + END], ["<think></think>a2" + END]],
-    ),
-    "asked to think, thoughts left out": (
-        ROLE + "{{ m.content.split('</think>')[-1] }}<|im_end|>" + ASK + "<think>{% endif %}",
-        [["a1" + END, "a2" + END]],
-    ),
-    "eos at the end of all": (
-        PLAIN.removesuffix("{% endif %}") + "{% else %}{{ eos_token }}{% endif %}",
-        [["a1<|im_end|>", "a2<|im_end|><|endoftext|>"]],
-    ),
-    "only the last question kept": (
-        "{% set n = namespace(last=0) %}{% for m in messages if m.role == 'user' %}{% set n.last = loop.index0 * 2 %}"
-        "{% endfor %}{% for m in messages[n.last:] %}{{ m.role[0] ~ '>' ~ m.content ~ eos_token }}{% endfor %}"
-        "{% if add_generation_prompt %}a>{% endif %}",
-        [["a1<|endoftext|>"], ["a2<|endoftext|>"]],
-    ),
-    "contents in parts": (
-        ROLE + "{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>" + ASK + "{% endif %}",
-        [["a1" + END, "a2" + END]],
-    ),
-    "for tools only": ("{% for tool in tools %}{% endfor %}" + PLAIN, [["a1" + END, "a2" + END]]),
-    "a day": (
-        "{{ strftime_now('%d %b %Y') }} {{ tools is none and documents is none }}\n" + PLAIN,
-        [["a1" + END, "a2" + END]],
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_each_answer_is_trained_once_in_the_ids_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    template, trained = KINDS[kind]
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Mock(now=lambda: datetime(2026, 1, 31)))
-    examples = ChatTemplate(template, tokenizer()).examples(TURNS)
-    assert [trained_texts(example) for example in examples] == trained
-    turns = TURNS
-    if kind == "contents in parts":
-        turns = [{**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in TURNS]
-    options: dict[str, Any] = {"tools": [] if kind == "for tools only" else None, "tokenize": True, "return_dict": True}
-    for example, end in zip(examples, (2, 4)[-len(trained) :], strict=True):
-        made = rendered(template, turns[:end], return_assistant_tokens_mask=kind == "marked", **options)
-        assert example.ids == made["input_ids"]
-        assert made.get("assistant_masks", example.trained) == example.trained
+    return [ours.raw.decode([id for id, _ in run], skip_special_tokens=False) for trained, run in runs if trained]
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("source", "trained"),
     [
-        ("{% for", "not a chat template"),
-        ("{{ raise_exception('no system, please') }}", "no system, please"),
+        (PLAIN, [f"a1{END}", f"a2{END}"]),
+        ("{{ bos_token }}" + PLAIN, [f"a1{END}", f"a2{END}"]),
+        (template("{{ m.content }}", "{{ m.content }}<|im_end|>"), ["a1", "a2"]),
+        ("", ["a1<|endoftext|>", "a2<|endoftext|>"]),  # the built-in one
+    ],
+)
+@pytest.mark.parametrize("ends_with", ["assistant", "user"])
+def test_each_answer_is_trained_in_the_ids_of_transformers(source: str, trained: list[str], ends_with: str) -> None:
+    ours = tokenizer(source)
+    turns = [*TURNS, TURNS[0]][: 4 + (ends_with == "user")]
+    example = encode_conversation(ours, turns)
+    assert trained_texts(ours, example) == trained
+    options = {"chat_template": chat_of(ours).source, "return_dict": True, "return_assistant_tokens_mask": True}
+    made = transformers_of(ours).apply_chat_template(turns, **options)
+    assert (example.ids, example.trained) == (made["input_ids"], made["assistant_masks"])
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_an_answer_of_weight_0_is_read_and_not_trained(silent: int) -> None:
+    ours = tokenizer(PLAIN)
+    turns: list[Any] = list(TURNS)
+    turns[1 + 2 * silent] = turns[1 + 2 * silent] | {"weight": 0}
+    example = encode_conversation(ours, turns)
+    assert trained_texts(ours, example) == [f"a{2 - silent}{END}"]
+    assert example.ids == encode_conversation(ours, TURNS).ids
+
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": None, "y": "é"}}}
+OTHER = {"type": "function", "function": {"name": "g", "arguments": {}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+CALLED = {"role": "assistant", "content": "Sure", "tool_calls": [CALL, OTHER]}
+ANSWERED = {"role": "tool", "content": "noon"}
+LAST = {"role": "assistant", "content": "Surely noon."}
+
+
+@pytest.mark.parametrize(
+    ("source", "turns", "tools", "lost"),
+    [
+        (WITH_TOOLS, [TURNS[0], CALLED, ANSWERED, LAST], [TOOL], ""),
+        # Of two parallel calls, the second.
+        (WITH_TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), [TURNS[0], CALLED, LAST], None, '"g"'),
+        # Text beside calls, whose words an answer has again.
         (
-            "{{ messages | length }}{{ messages | map(attribute='content') | join }}",
-            r"an answer changes the text before it.*; --chat-template FILE takes another",
+            WITH_TOOLS.replace(
+                "{{ m.content }}" + CALLS, "{% if m.tool_calls %}" + CALLS + "{% else %}{{ m.content }}{% endif %}"
+            ),
+            [TURNS[0], CALLED, LAST],
+            None,
+            "'Sure'",
+        ),
+        (WITH_TOOLS.replace(TOOLS, ""), TURNS, [TOOL], '"f"'),
+        (WITH_TOOLS.replace("tools or []", "tools[:1] if tools else []"), TURNS, [TOOL, OTHER], '"g"'),
+        (PLAIN.replace("in messages", "in messages if m.role != 'tool'"), [TURNS[0], ANSWERED, LAST], None, "'noon'"),
+        (PLAIN, [TURNS[0], LAST | {"reasoning_content": "hm"}], None, "reasoning_content"),
+        (PLAIN, [TURNS[0], LAST | {"thinking": "hm"}], None, "thinking"),
+        (
+            PLAIN.replace("{{ m.content }}<", "{{ m.content.split('</think>')[-1] }}<"),
+            [TURNS[0], LAST | {"content": "<think>hm</think>noon"}],
+            None,
+            "hm",
         ),
     ],
 )
-def test_templates_that_cannot_be_used_say_why(template: str, said: str) -> None:
+def test_what_a_template_does_not_print_is_refused(source: str, turns: list[Any], tools: Any, lost: str) -> None:
+    ours = tokenizer(source)
+    if lost:
+        with pytest.raises(TitaniteError, match=rf"does not print .*{lost}.*--chat-template"):
+            encode_conversation(ours, turns, tools)
+        return
+    example = encode_conversation(ours, turns, tools)
+    text = transformers_of(ours).apply_chat_template(turns, tools=tools, chat_template=source, tokenize=False)
+    assert ours.raw.decode(example.ids, skip_special_tokens=False) == text
+    assert '{"x": null, "y": "é"}' in text, "a null that is said stays"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("{% for", "not a chat template"),
+        ("{{ raise_exception('no system, please') }}", "no system, please"),
+        # Thoughts of earlier answers are dropped once another turn follows.
+        (template("{% if loop.last %}<think>{% endif %}{{ m.content }}<|im_end|>"), "changes message 2"),
+        (template("{% if loop.last %}{{ m.content }}<|im_end|>{% endif %}"), "does not print|changes message 2"),
+        (
+            PLAIN.replace(
+                "{% if m.role == 'assistant' %}",
+                "{% if m.role == 'assistant' and not loop.first and m.content != 'a1' %}",
+            ),
+            "marks no token of the answer that is message 2",
+        ),
+    ],
+)
+def test_templates_that_cannot_be_used_say_why(source: str, said: str) -> None:
     with pytest.raises(TitaniteError, match=said):
-        ChatTemplate(template, tokenizer()).examples(TURNS)
+        encode_conversation(tokenizer(source), TURNS)
 
 
-def test_arguments_of_a_template_are_what_it_takes_unless_it_is_told_otherwise() -> None:
-    template = (
-        "{% macro say() %}{{ mood | default('calm') }}{% endmacro %}\n\n  {% if mood %}{{ say() }}{% endif %}" + PLAIN
-    )
-    ours = tokenizer()
-    use_template(ours, template, ['mood="gay"'])
-    assert chat_of(ours).render(TURNS) == rendered(template, TURNS, mood="gay")
-    assert rendered(ours.chat_template, TURNS, mood="sad") == rendered(template, TURNS, mood="sad")
-    with pytest.raises(TitaniteError, match="--template-argument moo=1: must be NAME=VALUE with a name in the chat"):
-        use_template(ours, template, ["moo=1"])
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (PLAIN, None),
+        (template("{{ m.content }}", "{{ m.content }}<|im_end|>"), "learns to stop"),
+        (PLAIN.replace("assistant:{% endif %}", "assistant:<think>{% endif %}"), "<think>"),
+        (PLAIN + "{{ strftime_now('%Y') }}", "asks for the day"),
+    ],
+)
+def test_what_a_template_costs_is_said_first(source: str, said: str | None) -> None:
+    day, warnings = use_template(tokenizer(""), source)
+    assert len(warnings) == bool(said)
+    assert not said or said in warnings[0]
+    assert bool(day) == ("strftime_now" in source)
 
 
-PRINTED = "{{ m.tool_calls[0].function.arguments }}"
-ENCODED = "{{ m.tool_calls | tojson }}"
+def test_a_template_without_marks_is_refused_with_where_marked_ones_are() -> None:
+    with pytest.raises(TitaniteError, match=r"--chat-template FILE; .*trl/chat_templates"):
+        use_template(tokenizer(PLAIN.replace("{% generation %}", "").replace("{% endgeneration %}", "")), "")
 
 
-@pytest.mark.parametrize("call", [ENCODED, PRINTED, "{{ m.tool_calls[0].function.arguments.items() | list }}"])
-def test_tools_and_their_calls_are_those_that_transformers_renders_from_objects(call: str) -> None:
-    template = "{% if tools %}{{ tools | tojson(ensure_ascii=False) }}{% endif %}" + PLAIN.replace(
-        "{{ m.content }}", "{{ m.reasoning_content }}{{ m.content }}{% if m.tool_calls %}" + call + "{% endif %}"
-    )
-    tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
+def test_special_tokens_are_looked_for_in_what_is_said() -> None:
+    """Not in roles, keys or types, and as the text has them, not as JSON spells them."""
+    raw = byte_tokenizer(*SPECIAL, "user", "function", "object", '<a"b>').raw
+    ours = Tokenizer(raw, "<|endoftext|>", chat_template=WITH_TOOLS)
+    asked = {"role": "user", "content": "who?"}
+    encode_conversation(ours, [asked, CALLED, ANSWERED, LAST], [TOOL])
+    spelt = [
+        ([{"role": "user", "content": 'so <a"b>'}, LAST], None),
+        ([asked, LAST | {"reasoning_content": 'so <a"b>'}], None),
+        ([asked, {**CALLED, "tool_calls": [{"function": {"name": "f", "arguments": {"x": ['<a"b>']}}}]}], None),
+        ([asked, LAST], [{"function": {"name": "f", "description": '<a"b>'}}]),
+    ]
+    for turns, tools in spelt:
+        for encode in (lambda: encode_conversation(ours, turns, tools), lambda: chat_of(ours).encode(turns, tools)):  # noqa: B023
+            with pytest.raises(TitaniteError, match="spells out '<a\"b>'"):
+                encode()
 
-    def turns(arguments: Any) -> list[dict[str, Any]]:
-        calls = [{"id": "1", "type": "function", "function": {"name": "clock", "arguments": arguments}}]
-        called = {"role": "assistant", "content": None, "reasoning": "hm", "tool_calls": calls}
-        return [TURNS[0], called, {"role": "tool", "content": "noon"}, {**TURNS[1], "weight": 0}, *TURNS[2:]]
 
-    def read(messages: list[dict[str, Any]], tools: Any) -> list[Any]:
-        return read_conversation({"messages": messages, "tools": tools})
-
-    text, given = '{"zone": "é"}', {"zone": "é"}
-    expected = rendered(template, turns(text if call == PRINTED else given), tools=tools)
-    for kept in (tools, json.dumps(tools)):
-        (example,) = ChatTemplate(template, tokenizer()).examples(*read(turns(text), kept))
-        trained = trained_texts(example)
-        assert tokenizer().raw.decode(example.ids, skip_special_tokens=False) == expected
-        assert trained[0].startswith("hm")
-        assert trained[1:] == ["a2" + END], "a1 has weight 0"
+def test_calls_and_tools_that_are_json_text_become_objects() -> None:
+    arguments = '{"x": null, "n": [1]}'
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    messages, tools = read_conversation({"messages": [TURNS[0], called], "tools": json.dumps([TOOL]), "id": 3})
+    assert messages[1]["content"] == ""
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": None, "n": [1]}
+    assert tools == [TOOL]
 
 
 def test_the_special_tokens_that_a_folder_declares_are_those_of_transformers(tmp_path: Path) -> None:
-    template = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|" + PLAIN
+    source = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|" + PLAIN
     declared = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": {"__type": "AddedToken", "content": "<s>"}}
     declared |= {"pad_token": "<|im_end|>", "model_max_length": 99, "eos_token": "<|endoftext|>"}
-    tokenizer().save(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared | {"chat_template": template}))
+    tokenizer("").save(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared | {"chat_template": source}))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"unk_token": {"content": "<|im_start|>"}}))
     theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TURNS, return_dict=False)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TURNS}))
@@ -185,36 +219,22 @@ def test_the_special_tokens_that_a_folder_declares_are_those_of_transformers(tmp
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         assert (tmp_path / "set" / name).read_bytes() == (tmp_path / name).read_bytes()
     assert AutoTokenizer.from_pretrained(tmp_path / "set").apply_chat_template(TURNS, return_dict=False) == theirs
-    assert [token & TOKEN_BITS for token in stored_blocks(tmp_path / "set")[0][0][: len(theirs)]] == theirs
+    row = stored_blocks(tmp_path / "set")[0][0][: len(theirs)]
+    assert [token & TOKEN_BITS for token in row] == theirs
+    kept = [token & TOKEN_BITS for token in row if token < HIDDEN]
+    assert tokenizer("").raw.decode(kept, skip_special_tokens=False) == f"a1{END}a2{END}"
 
 
-def test_a_preparation_says_what_is_not_learnt_and_how_many_examples_a_conversation_makes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    endless = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: "
-    )
-    (tmp_path / "endless.jinja").write_text(endless + "<think>{% endif %}")
-    tokenizer().save(tmp_path)
-    row = {"source": "web", "messages": [TURNS[0], {**TURNS[1], "mood": "kind"}, *TURNS[2:]]}
-    for name in ("a", "b"):
-        (tmp_path / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 2 + json.dumps({**row, "tools": []}) + "\n")
-    command = ["--source", str(tmp_path / "*.jsonl"), "--format=chat", "--seq-len=256", "--validation-fraction=0"]
-    command += ["--tokenizer", str(tmp_path), "--output", str(tmp_path / "set"), "--overwrite"]
-    command += ["--chat-template", str(tmp_path / "endless.jinja")]
-    prepare([*command, "--processes=1"])
-    said = capsys.readouterr().out
-    assert "conversations or pairs 6, examples 6, trained tokens 36\n" in said, "two letters and a line end, each"
-    unread = ": keys that the chat template does not read: messages.mood, source"
-    assert caplog.messages == [
-        "the chat template ends answers with no special token, so no model learns to stop; give --train-eos",
-        "the chat template asks with '<think>', with which its answers do not begin, so it is not trained",
-        *(f"{tmp_path}/{name}.jsonl{unread}" for name in ("a", "b")),
-    ]
-    prepare([*command, "--train-eos"])
-    assert "conversations or pairs 6, examples 12, trained tokens 36\n" in capsys.readouterr().out
-    assert "no special token" not in "".join(caplog.messages[4:])
-    (rows,) = stored_blocks(tmp_path / "set")
-    kept = [token & TOKEN_BITS for token in itertools.chain(*rows) if token < HIDDEN]
-    answers = tokenizer().raw.decode(kept, skip_special_tokens=False).split("<|endoftext|>")
-    assert sorted(answers) == ["", *["a1"] * 6, *["a2"] * 6]
+@pytest.mark.parametrize(
+    ("source", "stop"),
+    [
+        (PLAIN, END),
+        (PLAIN.replace(ASK, "{% endfor %}{{ eos_token }}"), END),
+        ("", "<|endoftext|>"),
+        ("{{ messages[1].content }}", ""),
+    ],
+)
+def test_the_token_that_ends_an_answer(source: str, stop: str) -> None:
+    ours = tokenizer(source)
+    found = ChatTemplate(source, ours).stop_ids
+    assert [ours.raw.id_to_token(token) for token in found] == [stop] * bool(stop)

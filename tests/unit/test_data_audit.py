@@ -16,9 +16,9 @@ from checkpoint.branch import Parent, record_parent
 from config import TitaniteError, to_toml
 from data.ledger import read_ledger
 from data.loader import DataLoader
-from data.place import Place
+from data.prepare.output import Output
+from data.prepare.writer import write_manifest, write_shard
 from data.shards import open_dataset, token_type
-from data.writer import write_manifest, write_shard
 from tests.corpus import data_config, stored_blocks, unique_documents, word_tokenizer, write_dataset
 from tools import audit, verify
 from tools.audit import prove
@@ -337,7 +337,7 @@ def test_verify_names_every_fault(folders, tmp_path, capsys):
 def test_verify_compares_what_is_said_about_a_block_with_its_documents(tmp_path):
     tokenizer = word_tokenizer(10)
     tokenizer.save(tmp_path)
-    place = Place(str(tmp_path))
+    place = Output(str(tmp_path))
     shard, rows = write_shard(place, "train", 0, pa.array([[1, 2, 0], [3, 0]], token_type("uint16")), 1000)
     ((offset, size, documents, _, crc32),) = rows
     write_manifest(place, tokenizer, [(shard, [(offset, size, documents, 6, crc32)])])

@@ -3,7 +3,6 @@
 import csv
 import json
 import random
-import re
 import subprocess
 import sys
 import zlib
@@ -14,15 +13,15 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
 
 from config import Config, TitaniteError, from_dict, to_toml
-from data.chat import ChatTemplate, encode_examples
 from data.loader import IGNORED, DataLoader, validation_batches
 from data.packing import HIDDEN, START, TOKEN_BITS, pack
 from data.prepare import main as prepare
+from data.prepare.tuning import encode_example
 from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
 from tests.corpus import documents_in, stored_blocks, word_tokenizer, write_dataset
@@ -32,7 +31,8 @@ from tools.verify import faults
 WORDS = ("<eos>", "<|u|>", "<|a|>", "<|end|>", "two", "plus", "is", "four", "five", "what", "?", "so")
 EOS, USER, ASSISTANT, END, TWO, PLUS, IS, FOUR, FIVE, WHAT, ASK, SO = range(len(WORDS))
 TEMPLATE = (
-    "{% for m in messages %}{{ ('<|u|> ' if m.role == 'user' else '<|a|> ') + m.content + ' <|end|>' }}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}<|u|> {{ m.content }} <|end|>"
+    "{% else %}<|a|> {% generation %}{{ m.content }} <|end|>{% endgeneration %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|a|> {% endif %}"
 )
 
@@ -64,8 +64,7 @@ def prepared(folder: Path, tokenizer: Tokenizer, rows: list[Any], *options: str)
 
 def encoded(values: list[Any], format: str, tokenizer: Tokenizer) -> list[tuple[int, bool]]:
     """(id, whether it is trained) of the only example."""
-    ((example,),) = encode_examples([json.dumps(values)], format, tokenizer)
-    return shown(example)
+    return shown(encode_example(json.dumps(values), format, tokenizer))
 
 
 def begun_tokenizer() -> Tokenizer:
@@ -104,72 +103,68 @@ def test_only_answers_are_trained() -> None:
     assert encoded([conversation], "chat", tokenizer()) == first + second
 
 
-def piecewise(*merges: str, begin: bool) -> Tokenizer:
-    """A BPE of letters and `merges` of two, as Llama 2's: a space is "▁", and one begins each text if `begin`."""
-    vocabulary = {token: i for i, token in enumerate(["<eos>", *"▁[]/Qahions", *merges])}
-    raw = RawTokenizer(models.BPE(vocabulary, [(pair[0], pair[1]) for pair in merges]))
-    steps = [normalizers.Prepend("▁")] if begin else []
-    raw.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    raw.add_special_tokens([AddedToken("<eos>", special=True)])
-    roles = "{% if m.role == 'user' %}[Q] {{ m.content }} [/Q]{% else %} {{ m.content }} <eos>{% endif %}"
-    return Tokenizer(raw, "<eos>", chat_template="{% for m in messages %}" + roles + "{% endfor %}")
-
-
 @pytest.mark.parametrize(
-    ("tokenizer", "question", "answers"),
+    ("format", "row", "named"),
     [
-        # On its own, the answer would begin with "▁▁".
-        (piecewise("▁▁", begin=True), "▁ [ Q ] ▁ {} ▁ [ / Q ]", "▁ {} ▁ <eos>"),
-        # In the whole text, "]▁" is in both, though the model is asked with "]": as in TRL, it is trained.
-        (piecewise("]▁", begin=False), "[ Q ]▁ {} ▁ [ / Q", "]▁ {} ▁ <eos>"),
+        ("sft", {"prompt": 3, "response": "two"}, "must be strings"),
+        ("sft", {"prompt": "two", "response": " "}, "response is empty"),
+        ("sft", {"prompt": "two"}, "it has prompt"),
+        ("sft", {"instruction": "two", "output": "four"}, "Alpaca"),
+        ("chat", {"messages": [ASKED]}, "no message from the assistant"),
+        ("chat", {"messages": "two"}, "'two': must be a list of messages"),
+        ("chat", {"messages": []}, "at least one"),
+        ("chat", {"messages": ["two"]}, 'must have a "role"'),
+        ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 'a string "content"'),
+        ("chat", {"messages": [ANSWERED | {"weight": 0.5}]}, "weight = 0.5"),
+        ("chat", {"messages": [{"role": "assistant", "tool_calls": ["two"]}]}, "tool_calls: 'two'"),
+        ("chat", {"messages": [ANSWERED], "tools": "two"}, "tools = 'two'"),
+        ("chat", {"messages": [ASKED, ANSWERED], "system": "so"}, "system = 'so'"),
+        ("chat", {"messages": [user("<eos>"), ANSWERED]}, "spells out '<eos>'"),
+        ("chat", {"messages": [ASKED, ANSWERED | {"content": " "}]}, "answer of the assistant is empty"),
+        ("chat", {"conversations": [{"from": "human", "value": "a"}]}, "ShareGPT"),
+        ("chat", {"prompt": [ASKED], "completion": [ANSWERED]}, "join prompt and completion"),
+        ("chat", {"instruction": "c", "output": "b"}, "--format sft"),
     ],
 )
-def test_answers_are_tokens_that_can_follow_their_question(tokenizer: Tokenizer, question: str, answers: str) -> None:
-    words = [("user", "hi"), ("assistant", "ho"), ("user", "so"), ("assistant", "no")]
-    conversation = [{"role": role, "content": content} for role, content in words]
-    chat = encoded([conversation], "chat", tokenizer)
-    expected = [
-        (token, role == "assistant")
-        for role, content in words
-        for token in (question if role == "user" else answers).format(" ".join(content)).split()
-    ]
-    assert [(tokenizer.raw.id_to_token(token), trained) for token, trained in chat] == expected
-    at_once = ChatTemplate(tokenizer.chat_template, tokenizer).encode(conversation)
-    assert [token for token, _ in chat] == at_once
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_that_cannot_be_used_are_refused_by_name(
+    format: str, row: Any, named: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer().save(tmp_path)
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    words = [f"--source={tmp_path}/a.{kind}", f"--tokenizer={tmp_path}", f"--format={format}", "--seq-len=9"]
+    with pytest.raises(SystemExit):
+        prepare([*words, f"--output={tmp_path}/set"])
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "set").exists()
 
 
-@pytest.mark.parametrize(
-    ("format", "values", "said"),
-    [
-        ("sft", [3, "two"], "must be strings"),
-        ("chat", [[ASKED]], "no message from the assistant"),
-        ("chat", ["two"], "must be a list of messages"),
-        ("chat", [["two"]], 'must have a "role"'),
-        ("chat", [[ANSWERED | {"weight": 0.5}]], "weight = 0.5: must be 1, or 0"),
-        ("chat", [[{"role": "assistant", "tool_calls": ["two"]}]], "tool_calls = ['two']: must be a list of objects"),
-        ("chat", [[ANSWERED], "two"], "tools = 'two': must be a list of objects"),
-        ("chat", [[user("<eos>"), ANSWERED]], "spells out '<eos>'"),
-        ("chat", [[ASKED, ANSWERED | {"content": " "}]], "an answer of the assistant is empty"),
-        ("chat", [[{"role": "system", "content": "so"}, ASKED, ANSWERED]], "the message of role 'system': '\"so\"'"),
-        (  # The answer has the same words.
-            "chat",
-            [[ASKED, ANSWERED | {"weight": 0}, {"role": "function", "content": "four"}, ANSWERED]],
-            "of role 'function'",
-        ),
-        (
-            "chat",
-            [[ASKED, {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]],
-            "of role 'assistant'",
-        ),
-        ("chat", [[ASKED, ANSWERED | {"reasoning_content": "so"}]], "of role 'assistant': 'so'"),
-    ],
-)
-def test_examples_that_cannot_be_used_are_quoted(format: str, values: list[Any], said: str) -> None:
-    """Those of which the template leaves something out, too."""
-    template = TEMPLATE.replace("{% for m in messages %}", "{% for m in messages if m.role in ('user', 'assistant') %}")
-    with pytest.raises(TitaniteError, match=re.escape(said)) as error:
-        encode_examples([json.dumps(values)], format, Tokenizer(tokenizer().raw, "<eos>", chat_template=template))
-    assert f"in the example {json.dumps(values)[:100]}" in str(error.value)
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
+@pytest.mark.parametrize("response", ["response", "completion"])
+def test_pairs_are_read_by_either_name_from_every_kind_of_file(kind: str, response: str, tmp_path: Path) -> None:
+    rows = [{"prompt": "what, so ?", response: ' is "four"'}, {"prompt": "two", response: " plus"}]
+    file = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), file)
+    elif kind == "csv":
+        with file.open("w", newline="") as stream:
+            table = csv.DictWriter(stream, list(rows[0]))
+            table.writeheader()
+            table.writerows(rows)
+    else:
+        file.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
+    expected = [[row["prompt"], row[response]] for row in rows]
+    assert [json.loads(text) for text in documents_in(file, ["prompt", "response"], "sft")] == expected
+
+
+def test_nulls_with_which_a_table_pads_its_objects_are_left_out(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    rows = [[ASKED | {"name": "Bob"}, {"role": "assistant", "content": "", "tool_calls": [call]}], [ASKED, ANSWERED]]
+    pq.write_table(pa.Table.from_pylist([{"messages": row} for row in rows]), tmp_path / "a.parquet")
+    found = documents_in(tmp_path / "a.parquet", ["messages"], "chat")
+    assert [json.loads(text) for text in found] == [[row] for row in rows]
 
 
 def test_packing_wastes_little() -> None:
@@ -292,7 +287,7 @@ def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path, tmp_p
     ("options", "said"),
     [
         ("--keys=q,a --seq-len=2", "no documents, or all longer than --seq-len"),
-        ("--keys=q --seq-len=32", "--keys q: must be as many as in prompt,response"),
+        ("--keys=q --seq-len=32", "--keys q: "),
         ("--keys=q,b --seq-len=32", "no value under 'q,b'; it has q, a"),
     ],
 )
@@ -342,71 +337,6 @@ def test_training_on_prepared_conversations_needs_no_transformers(tmp_path: Path
     assert ended.stderr.splitlines()[-1] == said
 
 
-@pytest.mark.parametrize("keys", [["prompt", "response"], ["instruction", "output"]])
-@pytest.mark.parametrize("name", ["a.json", "a.csv"])
-def test_all_of_alpaca_s_records_is_read_from_an_array_and_from_csv(tmp_path: Path, keys: list[str], name: str) -> None:
-    rows = [
-        {"instruction": "what", "input": "two, plus\n2", "output": 'is "four"'},
-        {"instruction": "so", "input": "", "output": "four"},
-    ]
-    with (tmp_path / name).open("w", newline="") as file:
-        if name == "a.json":
-            json.dump(rows, file, indent=2)
-        else:
-            table = csv.DictWriter(file, list(rows[0]))
-            table.writeheader()
-            table.writerows(rows)
-    found = [json.loads(text) for text in documents_in(tmp_path / name, keys, "sft")]
-    assert found == [["what\ntwo, plus\n2\n", 'is "four"'], ["so\n", "four"]]
-
-
-USER_A, BOT_B = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-CALL = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]}
-PARTS = [{"type": "text", "text": "a b"}, {"type": "text", "text": " c"}]
-
-
-@pytest.mark.parametrize(
-    ("row", "messages"),
-    [
-        (
-            {"conversations": [{"from": who, "value": "a"} for who in ("system", "human", "gpt", "observation")]},
-            [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "tool")],
-        ),
-        ({"prompt": [USER_A, BOT_B], "completion": [BOT_B]}, [USER_A, BOT_B | {"weight": 0}, BOT_B]),
-        ({"messages": [{"role": "developer", "content": PARTS}]}, [{"role": "system", "content": "a b c"}]),
-        ({"messages": [{"role": "assistant", "content": None} | CALL]}, [{"role": "assistant", "content": ""} | CALL]),
-        ({"messages": [USER_A | {"train": True}, BOT_B]}, "train = true: is for the assistant's messages"),
-        (
-            {"instruction": "c", "input": "d", "output": "b", "history": [["a", "b"]], "system": "s"},
-            [{"role": "system", "content": "s"}, USER_A, BOT_B, {"role": "user", "content": "c\nd"}, BOT_B],
-        ),
-        (
-            {"conversations": [{"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}]},
-            [{"role": "assistant", "content": ""} | CALL],
-        ),
-        ({"messages": [{"from": "narrator", "value": "a"}]}, "from 'narrator', not from one of assistant, developer,"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "no text: {'type': 'image_url'}"),
-        (  # in Arrow every object has all keys, most of them null
-            {"messages": [USER_A | {"name": "Bob"}, BOT_B | {"train": False, "calls": [{"a": 1}, {"b": [None]}]}]},
-            [USER_A | {"name": "Bob"}, BOT_B | {"weight": 0, "calls": [{"a": 1}, {"b": [None]}]}],
-        ),
-        ({"prompt": "a", "completion": "b"}, "no value under 'messages'; it has prompt, completion"),
-        ({"messages": ["a"]}, "message 'a': must have a \"role\""),
-    ],
-)
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_conversations_of_other_projects_are_read(row: Any, messages: Any, kind: str, tmp_path: Path) -> None:
-    """As their own documentation shows them."""
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-    if isinstance(messages, str):
-        with pytest.raises(DataError, match=re.escape(messages)):
-            documents_in(tmp_path / f"a.{kind}", ["messages"], "chat")
-    else:
-        (text,) = documents_in(tmp_path / f"a.{kind}", ["messages"], "chat")
-        assert json.loads(text) == [messages]
-
-
 def test_conversations_that_cannot_be_used_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = [ASKED, ANSWERED]
     bad = [[ASKED], [user("<eos>"), ANSWERED], [ANSWERED, ANSWERED, ASKED | {"role": 3}], []]
@@ -421,11 +351,11 @@ def test_conversations_that_cannot_be_used_are_left_out(tmp_path: Path, capsys: 
 
 
 def test_a_mixture_has_the_template_of_its_conversations(tmp_path: Path) -> None:
-    own = piecewise("▁▁", begin=False)
-    text = {"plain": own.chat_template, "bare": "", "one": TEMPLATE, "other": TEMPLATE + "{# another #}"}
+    own = tokenizer()
+    text = {"plain": TEMPLATE + "{# plain #}", "bare": "", "one": TEMPLATE, "other": TEMPLATE + "{# another #}"}
     for name, template in text.items():
         own.chat_template = template
-        row = {"text": "hi so", "messages": [user("hi"), ANSWERED | {"content": "so"}]}
+        row = {"text": "two so", "messages": [user("two"), ANSWERED | {"content": "so"}]}
         options = [] if name in ("plain", "bare") else ["--format=chat", "--seq-len=32"]
         (tmp_path / name).mkdir()
         prepared(tmp_path / name, own, [row] * 30, *options)

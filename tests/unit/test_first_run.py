@@ -13,8 +13,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from config import load_config, tomllib
 from data.loader import DataLoader
 from data.prepare import main as prepare
+from data.prepare.writer import is_held_out
 from data.tokenizer import Tokenizer, train_tokenizer
-from data.writer import is_held_out
 from parallel.device import fast_dtype
 from storage.records import read_records
 from tests.corpus import stored_blocks

@@ -34,7 +34,7 @@ ENVIRONMENT = {
     "run/run.py",
     "run/exits.py",
     "run/torchrun.py",
-    "data/workers.py",
+    "data/prepare/workers.py",
     "tools/study.py",  # gives each run its devices
     "float8/__init__.py",
     "parallel/device.py",  # the allocator of a GPU's memory, before CUDA starts

@@ -1,12 +1,11 @@
-"""Write the files of a prepared dataset, which data.shards describes. Imports no torch."""
+"""Write, replace and remove the files of a prepared dataset, which data.shards describes. Imports no torch."""
 
-import fcntl
 import hashlib
 import json
-import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +13,14 @@ import pyarrow as pa
 from isal import isal_zlib
 
 from config import file_errors
-from data.place import PARTS, PLAN, Place
+from data.prepare.output import BLOCKS, MANIFEST, PARTS, PLAN, SHARDS, Output, is_own
 from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Rows, Shard, build_index, digest, seal, token_schema
 from data.tokenizer import Tokenizer
 from storage import S3Store, StoreError
 
 LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
-BAD_RECORDS = "bad_records.txt"  # a line for each that was left out: place and reason
+NEW = ".new"  # folder in which a dataset is made that is to replace a finished one
 WrittenShard = tuple[Shard, Rows]
-SHARDS = re.compile(r"\.?(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -36,42 +34,39 @@ def is_held_out(content: bytes, validation_fraction: float) -> bool:
     return int.from_bytes(digest, "little") < validation_fraction * 2**64
 
 
-@contextmanager
-def locked(place: Place) -> Iterator[None]:
-    """Make a folder and lock it until the context ends. Raises DataError if another process writes there.
+def replace_dataset(folder: Path) -> None:
+    """Put the finished dataset of folder/NEW in the place of the one in the folder. After a kill, do it again.
 
-    Nothing on S3: each write asks for the plan there, so that of two commands the earlier one fails.
+    The manifest is removed first and moved last, so that nothing reads a mixture of both.
     """
-    folder = place.folder
-    if folder is None:
-        yield
-        return
+    new = folder / NEW
     with file_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / ".lock").open("a") as file:  # writable, since NFS locks no others
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:  # others: a file system without locks
-                if isinstance(error, BlockingIOError):
-                    raise DataError(f"{folder}: another process is writing there; wait until it has ended") from None
-            yield
+        (folder / MANIFEST).unlink(missing_ok=True)
+        made = {shard["file"] for shard in json.loads((new / MANIFEST).read_bytes())["shards"]}
+        made |= {file.name for file in new.iterdir()}
+        for file in folder.iterdir():
+            if is_own(file.name) and file.name not in made:
+                file.unlink()
+        moved = sorted((file for file in new.iterdir() if is_own(file.name)), key=lambda file: file.name == MANIFEST)
+        for file in moved:
+            file.replace(folder / file.name)
+        shutil.rmtree(new)
 
 
-def remove_dataset(place: Place) -> None:
-    """Remove manifest, shards and parts, and nothing else: a folder may hold the user's own files."""
-    place.store.remove(["manifest.json"])  # first, so that nothing reads a dataset replaced in part
-    place.store.remove([BAD_RECORDS])
-    remove_parts(place)
-    if place.folder is not None:
-        names = [file.name for file in place.folder.iterdir()]
+def remove_dataset(output: Output) -> None:
+    """Remove a dataset's files and parts, and nothing else: a folder may hold the user's own files."""
+    output.store.remove([MANIFEST])  # first, so that nothing reads a dataset replaced in part
+    remove_parts(output)
+    if output.folder is not None:
+        names = [file.name for file in output.folder.iterdir()]
     else:
-        names = list(place.store.sizes())
-    place.store.remove([name for name in names if SHARDS.fullmatch(name)])
+        names = list(output.store.sizes())
+    output.store.remove([name for name in names if is_own(name)])
 
 
-def remove_parts(place: Place) -> None:
+def remove_parts(output: Output) -> None:
     """Remove the parts, the plan first: parts without a plan are never used, so a kill may leave some."""
-    store = place.store
+    store = output.store
     store.remove([PLAN])
     if isinstance(store, S3Store):
         store.remove(list(store.sizes(PARTS)))
@@ -81,7 +76,7 @@ def remove_parts(place: Place) -> None:
         shutil.rmtree(store.folder / PARTS)
 
 
-def write_shard(place: Place, split: str, number: int, documents: pa.ListArray, block_bytes: int) -> WrittenShard:
+def write_shard(output: Output, split: str, number: int, documents: pa.ListArray, block_bytes: int) -> WrittenShard:
     """Write documents (list<uint16 | uint32>) as a shard in blocks of about `block_bytes`. Without documents: none."""
     name = f"{split}-{number:05}.arrow"
     if not len(documents):
@@ -92,7 +87,7 @@ def write_shard(place: Place, split: str, number: int, documents: pa.ListArray, 
     block_tokens = block_bytes // np.dtype(dtype).itemsize
     rows = []
     first = 0
-    with place.create(name) as sink:
+    with output.create(name) as sink:
         with pa.ipc.new_file(sink, schema) as writer:
             while first < len(documents):
                 stop = int(offsets.searchsorted(int(offsets[first]) + block_tokens, side="right")) - 1
@@ -110,7 +105,7 @@ def write_shard(place: Place, split: str, number: int, documents: pa.ListArray, 
 
 
 def write_manifest(
-    place: Place, tokenizer: Tokenizer, written: Sequence[WrittenShard], facts: Mapping[str, Any] | None = None
+    output: Output, tokenizer: Tokenizer, written: Sequence[WrittenShard], facts: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Write blocks.arrow and then, as the commit, manifest.json, with `facts` in it, too. Returns the manifest.
 
@@ -118,12 +113,12 @@ def write_manifest(
     """
     shards = [shard for shard, _ in written if shard.blocks]
     if not shards:
-        raise DataError(f"{place.url}: no documents, or all longer than --seq-len, so there is no dataset")
+        raise DataError(f"{output.url}: no documents, or all longer than --seq-len, so there is no dataset")
     sink = pa.BufferOutputStream()
     with pa.ipc.new_file(sink, INDEX_SCHEMA) as writer:
         writer.write_batch(build_index([rows for _, rows in written if len(rows)]))
     index = memoryview(sink.getvalue())
-    place.put("blocks.arrow", index)
+    output.put(BLOCKS, index)
     manifest = {
         "format": FORMAT,
         "version": VERSION,
@@ -141,5 +136,5 @@ def write_manifest(
         manifest["chat_template"] = digest(tokenizer.chat_template.encode())
     manifest |= facts or {}
     content = json.dumps(manifest, indent=1).removesuffix("\n}").encode()
-    place.put("manifest.json", content + seal(content))
+    output.put(MANIFEST, content + seal(content))
     return manifest

@@ -1,7 +1,7 @@
 """Read token ids that another project has written: tables with a column of lists, and files of ids and nothing else.
 
-Files of ids are nanoGPT's and Megatron-LM's (with --append-eod), those with llm.c's header, and .npy. There a document
-ends with eos. In Arrow and Parquet a row is a document, as Hugging Face's datasets has it. Imports no torch.
+Files of ids are nanoGPT's and Megatron-LM's (with --append-eod), and those with llm.c's header. There a document ends
+with eos. In Arrow and Parquet a row is a document, as Hugging Face's datasets has it. Imports no torch.
 """
 
 from collections.abc import Iterator
@@ -13,20 +13,22 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from data.prepare.readers import ARROW_FILE, Unit, open_arrow
+from data.prepare.sources import File, check_end, failures_of, kind_of, open_file
 from data.shards import DataError
-from data.sources import ARROW_FILE, File, Unit, check_end, failures_of, kind_of, open_arrow, open_file
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64")  # signed ones have the same bits
-PIECE_BYTES = 2**25  # searched for ends of documents at once; whole ids of every type
+READ_BYTES = 2**25  # searched for ends of documents at once; whole ids of every type
 ROWS_AT_ONCE = 1024  # of Parquet
 # First of the 256 integers before the tokens in files of llm.c and modded-nanogpt. The third is the number of tokens.
 MAGIC_NUMBERS = {20240520: "uint16", 20240801: "uint32"}
 HEADER_BYTES = 1024
 PARQUET_FILE = b"PAR1"  # how one begins
-ARROW_NAMES = (".arrow", ".feather", ".ipc")  # how the name of a stream ends, which begins like ids
+ARROW_NAMES = (".arrow", ".feather", ".ipc")  # how the name of a stream ends, which is refused
+NPY_FILE = b"\x93NUMPY"
 NOWHERE = np.zeros(0, np.int64)
 
-Pieces = Iterator[tuple[np.ndarray, np.ndarray]]  # (consecutive ids, where documents end, besides after an eos)
+Chunks = Iterator[tuple[np.ndarray, np.ndarray]]  # (consecutive ids, where documents end, besides after an eos)
 
 
 class Reading(NamedTuple):
@@ -49,12 +51,12 @@ def token_documents(unit: Unit, how: Reading) -> Iterator[tuple[str, np.ndarray]
         is_divided = False
         unfinished: list[np.ndarray] = []
         with failures_of(f"{file.url}: cannot be read"), open_file(file) as stream:
-            for ids, ends in _pieces(file, stream, how):
+            for ids, ends in _chunks(file, stream, how):
                 _check_ids(file, ids, count, how.vocab_size)
                 stops = np.union1d(ends, np.flatnonzero(ids == how.eos_id) + 1)
                 *ended, rest = np.split(ids.astype(np.uint32), stops)
-                for piece in ended:
-                    yield file.url, _whole([*unfinished, piece], how.eos_id)
+                for end in ended:
+                    yield file.url, _whole([*unfinished, end], how.eos_id)
                     unfinished = []
                 unfinished.append(rest)
                 is_divided = is_divided or bool(ended)
@@ -65,9 +67,9 @@ def token_documents(unit: Unit, how: Reading) -> Iterator[tuple[str, np.ndarray]
         yield file.url, _whole([NOWHERE, *unfinished], how.eos_id)
 
 
-def _whole(pieces: list[np.ndarray], eos_id: int) -> np.ndarray:
+def _whole(chunks: list[np.ndarray], eos_id: int) -> np.ndarray:
     """The document with one eos at its end, or nothing if there is no more in it."""
-    ids = np.concatenate(pieces, dtype=np.uint32, casting="unsafe")
+    ids = np.concatenate(chunks, dtype=np.uint32, casting="unsafe")
     ids = ids[ids != eos_id]
     return np.append(ids, np.uint32(eos_id)) if len(ids) else ids
 
@@ -80,7 +82,7 @@ def _check_ids(file: File, ids: np.ndarray, first: int, vocab_size: int) -> None
         raise DataError(f"{file.url}: token {first + bad.argmax()}: {what}; see --dtype and --keys")
 
 
-def _pieces(file: File, stream: Any, how: Reading) -> Pieces:
+def _chunks(file: File, stream: Any, how: Reading) -> Chunks:
     """All ids of a file. Raises DataError if an option contradicts what the file is."""
     if kind_of(file.url)[1]:
         raise DataError(f"{file.url}: tokens are read from files that are not compressed")
@@ -93,13 +95,10 @@ def _pieces(file: File, stream: Any, how: Reading) -> Pieces:
         return
     if how.column or how.packed:
         raise DataError(f"{file.url}: --keys and --packed are for Arrow and Parquet")
+    if header.startswith(NPY_FILE):
+        raise DataError(f"{file.url}: .npy is not read; numpy.load(FILE).tofile(OTHER) writes the ids alone")
     found = how.dtype
-    if header.startswith(np.lib.format.MAGIC_PREFIX):
-        ids = np.load(stream).reshape(-1)
-        found = str(ids.dtype)
-        if ids.dtype.kind not in "iu":
-            raise DataError(f"{file.url}: holds {found}, not integers")
-    elif len(header) == HEADER_BYTES and int.from_bytes(header[:4], "little") in MAGIC_NUMBERS:
+    if len(header) == HEADER_BYTES and int.from_bytes(header[:4], "little") in MAGIC_NUMBERS:
         found = MAGIC_NUMBERS[int.from_bytes(header[:4], "little")]
         count = int.from_bytes(header[8:12], "little")
         held = (file.size - stream.seek(HEADER_BYTES)) // np.dtype(found).itemsize
@@ -109,30 +108,29 @@ def _pieces(file: File, stream: Any, how: Reading) -> Pieces:
         raise DataError(f"{file.url}: --dtype {how.dtype}: its header says {found}")
     if not found:
         raise DataError(f"{file.url}: name the --dtype of its ids, one of {', '.join(DTYPES)}")
-    if header.startswith(np.lib.format.MAGIC_PREFIX):
-        yield ids, NOWHERE
-    for content in iter(partial(stream.read, PIECE_BYTES), b""):
+    for content in iter(partial(stream.read, READ_BYTES), b""):
         yield np.frombuffer(content, found), NOWHERE
     check_end(file, stream, file.size)
 
 
-def _rows(file: File, stream: Any, is_parquet: bool, how: Reading) -> Pieces:
+def _rows(file: File, stream: Any, is_parquet: bool, how: Reading) -> Chunks:
     """The rows of a table's column of lists."""
     if is_parquet:
         table = pq.ParquetFile(stream)
         column = _token_column(file, table.schema_arrow, how.column)
         batches = table.iter_batches(ROWS_AT_ONCE, columns=[column])
     else:
-        schema, batches = open_arrow(stream)
-        column = _token_column(file, schema, how.column)
+        arrow = open_arrow(stream)
+        column = _token_column(file, arrow.schema, how.column)
+        batches = map(arrow.get_batch, range(arrow.num_record_batches))
     for batch in batches:
         rows = batch.column(column)
         ids = rows.flatten()
-        if ids.null_count:
-            raise DataError(f"{file.url}: column {column!r} holds null in place of an id")
+        if rows.null_count or ids.null_count:
+            raise DataError(f"{file.url}: column {column!r} holds null in place of ids")
         ends = NOWHERE
         if not how.packed:
-            ends = pc.list_value_length(rows).fill_null(0).to_numpy(zero_copy_only=False).cumsum()
+            ends = pc.list_value_length(rows).to_numpy(zero_copy_only=False).cumsum()
         yield ids.to_numpy(zero_copy_only=False), ends
 
 

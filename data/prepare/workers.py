@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from config import TitaniteError
-from data.place import Place
+from data.prepare.output import Output
 from data.shards import DataError
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ AT_ONCE = 1024  # tasks given to a pool: more than processes, but submitting tho
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that this process gets when its parent ends
 SCHEDULER_SECONDS = 20  # until it must have answered
 WORKERS_SECONDS = 120  # until the first must be there
-CODE = ("data/*.py", "storage/*.py", "config.py")  # what decides a dataset's bytes
+CODE = ("data/**/*.py", "storage/*.py", "config.py")  # what decides a dataset's bytes
 PACKAGES = ("numpy", "pyarrow", "tokenizers")  # and those, too
 MARK = ".mark"  # file that all workers must see
 SMALLER = "continue with the same command, best with fewer --processes, or begin with a smaller --shard-mb"
@@ -125,19 +125,19 @@ def connected(address: str) -> Iterator[Any]:
             raise DataError(f"the cluster's scheduler is gone; {CONTINUE}") from None
 
 
-def check_place(place: Place, client: Any) -> None:
+def check_output(output: Output, client: Any) -> None:
     """Raises StoreError if nothing can be written there, DataError if a worker of `client`, if any, would fail.
 
-    It would with other code than this process has, or if it does not see the place or its scratch.
+    It would with other code than this process has, or if it does not see the output.
     """
     mark = secrets.token_bytes(8)
-    place.put(MARK, mark)
+    output.put(MARK, mark)
     try:
         faults = {}
         if client:
-            faults = client.run(_check_here, place, mark, code_digest(), on_error="return")
+            faults = client.run(_check_here, output, mark, code_digest(), on_error="return")
     finally:
-        place.store.remove([MARK])
+        output.store.remove([MARK])
     for worker, fault in sorted(faults.items()):
         if fault is None or isinstance(fault, OSError):  # it has died meanwhile, and others do its work
             continue
@@ -147,13 +147,11 @@ def check_place(place: Place, client: Any) -> None:
         raise DataError(f"worker {worker}: {fault}{advice}")
 
 
-def _check_here(place: Place, mark: bytes, digest: str) -> None:
+def _check_here(output: Output, mark: bytes, digest: str) -> None:
     """Raises DataError for what keeps this worker from preparing there."""
     _check_code(digest)
-    if place.scratch and not os.path.isdir(place.scratch):
-        raise DataError(f"--scratch {place.scratch}: is no folder there")
-    if place.read_if_there(MARK) != mark:
-        raise DataError(f"does not see {place.url}, which must be a folder that all share, or s3://bucket/folder")
+    if output.read_if_there(MARK) != mark:
+        raise DataError(f"does not see {output.url}, which must be a folder that all share, or s3://bucket/folder")
 
 
 def _check_code(digest: str) -> None:
@@ -164,7 +162,7 @@ def _check_code(digest: str) -> None:
 @lru_cache(maxsize=1)
 def code_digest() -> str:
     """Digest of everything that decides the bytes of a dataset, apart from its input."""
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     code = hashlib.sha256()
     for pattern in CODE:
         for path in sorted(root.glob(pattern)):
@@ -202,6 +200,6 @@ def _same(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _run(task: Any, function: Callable[[Any], Any], digest: str) -> Any:
-    _check_code(digest)  # of a worker that came later than `check_place`
+    _check_code(digest)  # of a worker that came later than `check_output`
     _share_cores()
     return function(task)

@@ -1,0 +1,4 @@
+from data.prepare import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""The recipe of a preparation, from its options to its manifest, and the command."""
+
+import json
+import logging
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from config import command_line, file_errors
+from data.chat import load_transformers, transformers_version
+from data.prepare import workers, writer
+from data.prepare.options import (
+    TUNING,
+    VOCAB_SIZE,
+    Options,
+    check_files,
+    check_options,
+    check_replaced,
+    parse_options,
+    words_of,
+)
+from data.prepare.output import BAD_RECORDS, MANIFEST, Output
+from data.prepare.passes import Preparation, run_passes, tokenised
+from data.prepare.readers import UNIT_BYTES, Tally, Unit, documents, plan_units
+from data.prepare.sources import File, kind_of, list_files
+from data.prepare.tuning import use_template
+from data.shards import VERSION, DataError, digest
+from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from storage.records import written_whole
+
+TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text to train a tokenizer on
+TEXTS = ".texts.jsonl"  # file in which `prepare` keeps texts, as every pass reads them again
+# Count in the manifest → line that tells it.
+TOLD = {
+    "bad_records": f"bad records left out, listed in {BAD_RECORDS}: {{bad_records:,}}",
+    "dropped": "examples longer than {packed_seq_len} tokens, left out: {dropped:,}",
+    "truncated": "examples cut to {packed_seq_len} tokens: {truncated:,}",
+    "conversations": "conversations or pairs {conversations:,}, "
+    "examples {examples:,}, trained tokens {trained_tokens:,}",
+    "vocab_size": "vocabulary {vocab_size}, token {eos_id} ends a document",
+}
+# Split → what to do if it is empty.
+EMPTY = {
+    "train": "everything is held out: lower --validation-fraction, or name it in validation.datasets only",
+    "validation": "nothing is held out: raise --validation-fraction to validate",
+}
+
+log = logging.getLogger(__name__)
+
+
+def prepare(texts: Iterable[str | Mapping[str, Any]], output: str, **options: Any) -> dict[str, Any]:
+    """Prepare texts, or records that hold a format's keys, and return the manifest. Raises DataError, TitaniteError.
+
+    The options are the command's: `seq_len=4096` is --seq-len=4096, `overwrite=True` is --overwrite.
+    """
+    if "://" in output:
+        raise DataError(f"output = {output}: texts are kept in the output folder meanwhile, so it must be a folder")
+    key = str(options.get("keys") or "text")
+    with _kept(texts, key, Path(output)) as file:
+        return prepare_sources(parse_options(["--source", str(file), *words_of({"output": output, **options})]))
+
+
+@contextmanager
+def _kept(texts: Iterable[str | Mapping[str, Any]], key: str, folder: Path) -> Iterator[Path]:
+    """A file in `folder` with the texts as JSON lines. Removes it at the end."""
+    file = folder.absolute() / TEXTS
+    with Output(str(folder)).locked(), written_whole(file) as lines:
+        for text in texts:
+            record = {key: text} if isinstance(text, str) else dict(text)
+            lines.write(json.dumps(record).encode() + b"\n")
+    try:
+        yield file
+    finally:
+        file.unlink()
+
+
+def prepare_sources(options: Options) -> dict[str, Any]:
+    """Prepare a dataset and return its manifest. Raises DataError, TitaniteError."""
+    check_options(options)
+    output = Output(options.output if "://" in options.output else os.path.abspath(options.output))
+    _finish_replacement(output)
+    check_replaced(options)
+    with workers.connected(options.cluster) as client:
+        files = list_files(options.source, output.url)
+        check_files(options, files)
+        units = plan_units(files, whole=options.format == "tokens")
+        tokenizer = choose_tokenizer(options, units)
+        target = output
+        if output.is_finished():
+            target = Output(f"{output.url}/{writer.NEW}")
+        preparation = plan(options, target, files, units, tokenizer)
+        _check_usable(preparation, tokenizer, units)
+        with output.locked():
+            if target.folder is not None:
+                target.folder.mkdir(exist_ok=True)
+            workers.check_output(target, client)
+            manifest = run_passes(preparation, tokenizer, units, client)
+            if target != output:
+                writer.replace_dataset(Path(output.url))
+        return manifest
+
+
+def _finish_replacement(output: Output) -> None:
+    """Do the rest if a kill came while a finished dataset was replaced by another."""
+    folder = output.folder
+    if folder is not None and (folder / writer.NEW / MANIFEST).exists():
+        with output.locked():
+            writer.replace_dataset(folder)
+
+
+def choose_tokenizer(options: Options, units: Sequence[Unit]) -> Tokenizer:
+    """The tokenizer that is given, or one trained on a sample of the text. Raises TitaniteError."""
+    if options.tokenizer:
+        return load_tokenizer(options.tokenizer, options.eos_token)
+    tokenizer = train_tokenizer(_sample_texts(options, units), options.vocab_size or VOCAB_SIZE)
+    if tokenizer.vocab_size < options.vocab_size:
+        learnt = f"the text has no more than {tokenizer.vocab_size} tokens to learn"
+        log.warning(f"--vocab-size {options.vocab_size}: {learnt}")
+    return tokenizer
+
+
+def _sample_texts(options: Options, units: Sequence[Unit]) -> Iterator[str]:
+    """Yield the first documents of units spread evenly over the input, about TOKENIZER_SAMPLE_BYTES in all."""
+    tally = Tally(options.skip_bad)
+    chosen = units[:: max(1, len(units) * UNIT_BYTES // TOKENIZER_SAMPLE_BYTES)]
+    for unit in chosen:
+        left = TOKENIZER_SAMPLE_BYTES // len(chosen)
+        for _, text in documents(unit, options.columns, "text", options.separator_text, tally):
+            yield text
+            left -= len(text)
+            if left <= 0:
+                break
+
+
+def plan(
+    options: Options, output: Output, files: Sequence[File], units: Sequence[Unit], tokenizer: Tokenizer
+) -> Preparation:
+    """What decides the bytes to write. Raises TitaniteError for a chat template that cannot be used."""
+    facts: dict[str, Any] = {}
+    if options.format == "chat":
+        template = ""
+        if options.chat_template:
+            with file_errors():
+                template = Path(options.chat_template).read_text(encoding="utf-8")
+        facts, warnings = use_template(tokenizer, template)
+        for warning in warnings:
+            log.warning(warning)
+    if options.format in TUNING:
+        load_transformers(tokenizer)  # what is missing is missing for every example
+        facts |= {"dtype": "uint32", "packed_seq_len": options.seq_len, "kind": options.format}
+        facts["transformers"] = transformers_version()
+    dtype = facts.get("dtype", writer.token_dtype(tokenizer.vocab_size))
+    token_bytes: float = sum(map(_text_bytes, files))
+    if options.format != "tokens":
+        token_bytes = token_bytes / 4 * np.dtype(dtype).itemsize  # a token is about four bytes of text
+    shards = token_bytes / (options.shard_mb * 2**20)
+    made_by = {name: digest(content) for name, content in tokenizer.files().items()}
+    return Preparation(
+        options=options,
+        url=output.url,
+        input=digest(json.dumps([VERSION, units, made_by]).encode()),
+        facts=facts,
+        dtype=dtype,
+        train_buckets=max(1, round(shards * (1 - options.validation_fraction))),
+        validation_buckets=max(1, round(shards * options.validation_fraction)),
+        tasks=len(units),
+    )
+
+
+def _text_bytes(file: File) -> int:
+    """About how much text a file holds."""
+    kind, compression = kind_of(file.url)
+    return file.size * 5 if compression or kind == "parquet" else file.size
+
+
+def _check_usable(preparation: Preparation, tokenizer: Tokenizer, units: Sequence[Unit]) -> None:
+    """Find a mistake in the template or the keys before anything is written. Raises DataError without a document."""
+    tally = Tally(preparation.options.skip_bad)
+    for unit in units:
+        for batch in tokenised(preparation, tokenizer, 0, unit, tally, batch_bytes=1):
+            if len(batch) or tally.counts["conversations"]:
+                return
+    raise DataError("the input holds nothing that can be used: nothing to prepare")
+
+
+# ---------------------------------------------------------------- the command
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parse_options(argv)
+    with command_line():
+        manifest = prepare_sources(options)
+        for name, line in TOLD.items():
+            if manifest.get(name):
+                print(line.format_map(manifest))
+        for split, hint in EMPTY.items():
+            shards = [shard for shard in manifest["shards"] if shard["split"] == split]
+            documents = sum(shard["documents"] for shard in shards)
+            tokens = sum(shard["tokens"] for shard in shards)
+            print(f"{split}: documents {documents:,}, tokens {tokens:,}, files {len(shards)}")
+            if not shards:
+                print(hint)
+        print(f"ready: {options.output}")
+        print(f"train on it: {shlex.join(_train_command(options))}")
+
+
+def _train_command(options: Options) -> list[str]:
+    """Settings of a run on the dataset."""
+    words = ["./run_llama_train.sh", f"--data.datasets={json.dumps([options.output])}"]
+    if options.format in TUNING:
+        words += [f"--training.seq_len={options.seq_len}", "--data.mask_documents=true"]
+        words.append("--checkpoint.initial_load=CHECKPOINT")
+    return words
