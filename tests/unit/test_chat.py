@@ -109,7 +109,7 @@ LAST = {"role": "assistant", "content": "Surely noon."}
             "'Sure'",
         ),
         (WITH_TOOLS.replace(TOOLS, ""), TURNS, [TOOL], '"f"'),
-        (WITH_TOOLS.replace("tools or []", "tools[:1] if tools else []"), TURNS, [TOOL, OTHER], '"g"'),
+        (WITH_TOOLS.replace("tools or []", "(tools or [])[:1]"), TURNS, [TOOL, OTHER], '"g"'),
         (PLAIN.replace("in messages", "in messages if m.role != 'tool'"), [TURNS[0], ANSWERED, LAST], None, "'noon'"),
         (PLAIN, [TURNS[0], LAST | {"reasoning_content": "hm"}], None, "reasoning_content"),
         (PLAIN, [TURNS[0], LAST | {"thinking": "hm"}], None, "thinking"),
@@ -161,7 +161,7 @@ def test_templates_that_cannot_be_used_say_why(source: str, said: str) -> None:
         (PLAIN, None),
         (template("{{ m.content }}", "{{ m.content }}<|im_end|>"), "learns to stop"),
         (PLAIN.replace("assistant:{% endif %}", "assistant:<think>{% endif %}"), "<think>"),
-        (PLAIN + "{{ strftime_now('%Y') }}", "asks for the day"),
+        ("{{ strftime_now('%Y') }}" + PLAIN, "asks for the day"),
     ],
 )
 def test_what_a_template_costs_is_said_first(source: str, said: str | None) -> None:
