@@ -158,7 +158,7 @@ class ChatTemplate:
         self.source = source or BUILT_IN
         self._theirs = load_transformers(tokenizer)
         added = self._theirs.added_tokens_decoder
-        self._added = frozenset(added)
+        self.added = frozenset(added)  # ids
         self._special = [token.content for token in added.values() if token.special]
 
     @property
@@ -202,7 +202,7 @@ class ChatTemplate:
         """The added token that ends an answer in the template, if any."""
         after = self.render([ASKED, ANSWERED]).rpartition(ANSWERED["content"])[2]
         ids: Iterable[int] = self._theirs(after, add_special_tokens=False)["input_ids"]
-        return frozenset([token for token in ids if token in self._added][:1])
+        return frozenset([token for token in ids if token in self.added][:1])
 
 
 @lru_cache(maxsize=1)  # it holds a tokenizer of its own

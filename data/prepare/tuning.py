@@ -99,10 +99,13 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message], tools
     start = 0  # after the tokens of the answer before
     for place in answers:
         seen, own = template.encode_with_mask(messages[: place + 1], tools)
-        stop = max((i + 1 for i, is_own in enumerate(own) if is_own), default=0)
-        if ids[:stop] != seen[:stop]:
+        end = max((i + 1 for i, is_own in enumerate(own) if is_own), default=0)
+        stop = min(shared_length(ids, seen), end)
+        if not template.added.issuperset(seen[stop:end]):  # more than the token that ends a whole conversation
             what = f"changes message {place + 1} once others follow, such as its thoughts or its end"
             raise TitaniteError(f"chat template: {what}, so it cannot be trained; {ADVICE}")
+        while stop < len(ids) and trained[stop]:
+            stop += 1
         if not messages[place].get("weight", 1):
             trained[start:stop] = [False] * (stop - start)
         elif not any(trained[start:stop]):

@@ -23,6 +23,7 @@ from config import TitaniteError
 from data.prepare.output import Output
 from data.shards import DataError
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 # Of a function and tasks: yields the results, in any order.
 Map = Callable[[Callable[[Any], Any], Sequence[Any]], Iterator[Any]]
@@ -115,6 +116,8 @@ def connected(address: str) -> Iterator[Any]:
     except (OSError, ValueError, TimeoutError) as error:
         raise DataError(f"--cluster {address}: no scheduler answers there: {' '.join(str(error).split())}") from None
     with client:
+        if not client.scheduler_info()["workers"]:
+            log.warning(f"--cluster {address}: has no worker yet; waiting for one, at most {WORKERS_SECONDS} s")
         try:
             client.wait_for_workers(1, timeout=WORKERS_SECONDS)
         except TimeoutError:
@@ -200,6 +203,11 @@ def _same(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _run(task: Any, function: Callable[[Any], Any], digest: str) -> Any:
-    _check_code(digest)  # of a worker that came later than `check_output`
+    try:
+        _check_code(digest)  # of a worker that came later than `check_output`
+    except DataError as error:
+        from distributed import get_worker
+
+        raise DataError(f"worker {get_worker().address}: {error}") from None
     _share_cores()
     return function(task)

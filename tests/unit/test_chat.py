@@ -62,6 +62,14 @@ def trained_texts(ours: Tokenizer, example: Example) -> list[str]:
         ("{{ bos_token }}" + PLAIN, [f"a1{END}", f"a2{END}"]),
         (template("{{ m.content }}", "{{ m.content }}<|im_end|>"), ["a1", "a2"]),
         ("", ["a1<|endoftext|>", "a2<|endoftext|>"]),  # the built-in one
+        (  # as Phi-3's, and as gpt-oss's
+            template("{{ m.content }}<|im_end|>{% if loop.last %}{{ eos_token }}{% endif %}"),
+            [f"a1{END}", f"a2{END}<|endoftext|>"],
+        ),
+        (
+            template("{{ m.content }}{% if loop.last %}{{ eos_token }}{% else %}<|im_end|>{% endif %}"),
+            [f"a1{END}", "a2<|endoftext|>"],
+        ),
     ],
 )
 @pytest.mark.parametrize("ends_with", ["assistant", "user"])
@@ -69,6 +77,9 @@ def test_each_answer_is_trained_in_the_ids_of_transformers(source: str, trained:
     ours = tokenizer(source)
     turns = [*TURNS, TURNS[0]][: 4 + (ends_with == "user")]
     example = encode_conversation(ours, turns)
+    if ends_with == "user":  # the last answer does not end the conversation
+        trained = [text.replace(f"{END}<|endoftext|>", END) for text in trained]
+        trained = [trained[0], trained[0].replace("1", "2")]
     assert trained_texts(ours, example) == trained
     options = {"chat_template": chat_of(ours).source, "return_dict": True, "return_assistant_tokens_mask": True}
     made = transformers_of(ours).apply_chat_template(turns, **options)
@@ -76,12 +87,13 @@ def test_each_answer_is_trained_in_the_ids_of_transformers(source: str, trained:
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-def test_an_answer_of_weight_0_is_read_and_not_trained(silent: int) -> None:
-    ours = tokenizer(PLAIN)
+@pytest.mark.parametrize("last", ["", "{% if loop.last %}{{ eos_token }}{% endif %}"])
+def test_an_answer_of_weight_0_is_read_and_not_trained(silent: int, last: str) -> None:
+    ours = tokenizer(template("{{ m.content }}<|im_end|>" + last))
     turns: list[Any] = list(TURNS)
     turns[1 + 2 * silent] = turns[1 + 2 * silent] | {"weight": 0}
     example = encode_conversation(ours, turns)
-    assert trained_texts(ours, example) == [f"a{2 - silent}{END}"]
+    assert trained_texts(ours, example) == [f"a{2 - silent}{END}" + ("<|endoftext|>" if last and not silent else "")]
     assert example.ids == encode_conversation(ours, TURNS).ids
 
 
