@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from config import Config, from_dict
 from data.order import derive_key, permutation
 from data.prepare import prepare_sources
-from data.prepare.options import parse_options, words_of
+from data.prepare.options import Options
 from data.prepare.output import Output
 from data.prepare.readers import documents, plan_units
 from data.prepare.sources import list_files
@@ -64,8 +64,8 @@ def write_dataset(
 
 def prepare(sources: list[str], output: str, **options: object) -> dict[str, Any]:
     """Run data.prepare in this process. Raises what its command prints."""
-    words = words_of({"output": output, **options})
-    return prepare_sources(parse_options(["--source", *sources, *words]))
+    given: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    return prepare_sources(Options(source=tuple(sources), output=output, **given))
 
 
 def documents_in(

@@ -22,7 +22,6 @@ from data.prepare.options import (
     check_options,
     check_replaced,
     parse_options,
-    words_of,
 )
 from data.prepare.output import BAD_RECORDS, MANIFEST, Output
 from data.prepare.passes import Preparation, run_passes, tokenised
@@ -58,11 +57,16 @@ def prepare(texts: Iterable[str | Mapping[str, Any]], output: str, **options: An
 
     The options are the command's: `seq_len=4096` is --seq-len=4096, `overwrite=True` is --overwrite.
     """
+    unknown = options.keys() - Options.__dataclass_fields__.keys()
+    if unknown:
+        raise DataError(
+            f"{', '.join(sorted(unknown))}: no options; there are {', '.join(Options.__dataclass_fields__)}"
+        )
     if "://" in output:
         raise DataError(f"output = {output}: texts are kept in the output folder meanwhile, so it must be a folder")
     key = str(options.get("keys") or "text")
     with _kept(texts, key, Path(output)) as file:
-        return prepare_sources(parse_options(["--source", str(file), *words_of({"output": output, **options})]))
+        return prepare_sources(Options(source=(str(file),), output=output, **options))
 
 
 @contextmanager

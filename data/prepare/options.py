@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
@@ -116,18 +116,6 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
             parser.add_argument(option, type=kinds[field.name], default=field.default, help=about)
     given = vars(parser.parse_args(argv))
     return Options(**given | {"source": tuple(given["source"])})
-
-
-def words_of(options: Mapping[str, Any]) -> list[str]:
-    """Options as words of a command. Without those that are False or None."""
-    words = []
-    for name, value in options.items():
-        option = f"--{name.replace('_', '-')}"
-        if value is True:
-            words.append(option)
-        elif value is not False and value is not None:
-            words.append(f"{option}={value}")
-    return words
 
 
 def check_options(options: Options) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 
 from config import TitaniteError
 from data.prepare import readers, workers
-from data.prepare.options import words_of
 from data.prepare.output import PLAN, Output
 from data.shards import digest
 from data.tokenizer import train_tokenizer
@@ -96,7 +96,8 @@ def contents(output: str) -> dict[str, bytes]:
 def test_a_killed_client_goes_on(clusters, options, expected, output, tmp_path):
     function = "_write_bucket" if "s3:" in output else "_tokenise_unit"
     given = {"output": output, "cluster": clusters[0].address, **options}
-    command = [sys.executable, "-c", KILLED_CLIENT, function, *words_of(given)]
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
+    command = [sys.executable, "-c", KILLED_CLIENT, function, *words]
     killed = subprocess.run(command, env=clusters[0].environment, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert "/manifest.json" not in contents(output)
@@ -154,7 +155,9 @@ def test_a_late_writer_writes_nothing_where_another_preparation_has_begun(output
 
 
 @pytest.mark.parametrize("output", ["s3"], indirect=True)
-def test_a_lost_scheduler_is_one_line_and_another_cluster_goes_on(clusters, options, expected, output, monkeypatch):
+def test_a_lost_scheduler_is_one_line_and_another_cluster_goes_on(
+    clusters, options, expected, output, monkeypatch, caplog
+):
     cluster, other = clusters
     real = workers.cluster_map
 
@@ -165,12 +168,32 @@ def test_a_lost_scheduler_is_one_line_and_another_cluster_goes_on(clusters, opti
         patch.setattr(workers, "cluster_map", losing_map)
         with pytest.raises(TitaniteError, match="the cluster's scheduler is gone; the same command goes on from there"):
             run(options, output, cluster=cluster.address)
+        assert "Traceback" not in caplog.text
         patch.setattr(workers, "WORKERS_SECONDS", 1)
         with pytest.raises(TitaniteError, match="has no worker after 1 s; start some"):
             run(options, output, cluster=other.address)
+        assert "has no worker yet; waiting" in caplog.text
     other.add_workers(1)
     run(options, output, cluster=other.address)
     assert contents(output) == expected
+
+
+def test_a_worker_with_other_code_that_comes_late_is_named(clusters):
+    from distributed import Client
+
+    with Client(clusters[0].address, set_as_default=False) as client:
+        task = client.submit(workers._run, -1, function=abs, digest=workers.code_digest())
+        assert task.result() == 1
+        late = client.submit(workers._run, -1, function=abs, digest="another")
+        with pytest.raises(TitaniteError, match=r"worker tcp://.*another version"):
+            late.result()
+
+
+@pytest.mark.parametrize("package", ["numpy", "pyarrow", "tokenizers"])
+def test_code_is_other_code_with_another_version_of_a_package(package, monkeypatch):
+    before = workers.code_digest.__wrapped__()
+    monkeypatch.setattr(workers, "version", lambda name: "0" if name == package else version(name))
+    assert workers.code_digest.__wrapped__() != before
 
 
 def test_without_distributed_it_says_what_to_install(options, tmp_path, monkeypatch):

@@ -798,7 +798,7 @@ def test_ids_are_read_as_they_were_written(layout, take, tmp_path):
         file.write_bytes(llm_c_header(*headers[layout], ids))
     else:
         np.array(ids, layout.removeprefix("u")).tofile(file)  # signed, which has the same bits
-    assert tokens_of(take(file, dtype=layout if "uint" in layout else None)) == Counter(documents)
+    assert tokens_of(take(file, dtype=layout if "uint" in layout else "")) == Counter(documents)
 
 
 NPY = b"\x93NUMPY" + bytes(20)
@@ -810,7 +810,7 @@ NPY = b"\x93NUMPY" + bytes(20)
         (b"\0\0", {}, "nothing that can be used"),
         (b"\1\0\x90\1", {}, r"a\.bin: token 1: id 400 .* 400"),
         (b"\1\1\2\1" * 9, {}, r"a\.bin: none of its 18 ids ends a document, as 0 would"),
-        (b"\1\0\0\0", {"dtype": None}, r"a\.bin: .*--dtype"),
+        (b"\1\0\0\0", {"dtype": ""}, r"a\.bin: .*--dtype"),
         (llm_c_header(20240520, "<u4", [7, 8, 0]), {}, r"a\.bin: its header says 3 ids of uint16, it holds 6"),
         (llm_c_header(20240801, "<u4", [7, 8, 0]), {}, r"a\.bin: --dtype uint16: its header says uint32"),
         (b"PAR1", {}, r"a\.bin: --dtype uint16"),
