@@ -236,6 +236,7 @@ def import_model(folder: Path, place: str) -> None:
 
     write_checkpoint(place, typed, read, companions, facts, check)
     logger.info(f"  data:   python -m data.prepare --source TEXT --tokenizer {folder} --output datasets/NAME")
+    logger.info("          for pairs and chats with --format sft or chat, which prints what the run needs beside this:")
     train = "./run_llama_train.sh train_configs/pretrained.toml"
     logger.info(f"  train:  {train} --checkpoint.initial_load={place} --data.datasets=datasets/NAME")
 

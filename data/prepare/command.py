@@ -211,6 +211,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 print(hint)
         print(f"ready: {options.output}")
         print(f"train on it: {shlex.join(_train_command(options))}")
+        if options.format in TUNING:
+            print("from weights: with --checkpoint.initial_load, the checkpoint that tools.hf import makes")
 
 
 def _train_command(options: Options) -> list[str]:
@@ -218,5 +220,4 @@ def _train_command(options: Options) -> list[str]:
     words = ["./run_llama_train.sh", f"--data.datasets={json.dumps([options.output])}"]
     if options.format in TUNING:
         words += [f"--training.seq_len={options.seq_len}", "--data.mask_documents=true"]
-        words.append("--checkpoint.initial_load=CHECKPOINT")
     return words
