@@ -11,4 +11,4 @@ Finished work stays in OUTPUT/.parts: after a kill, the same command goes on. ma
 
 from data.prepare.command import main, prepare, prepare_sources
 
-__all__ = ["main", "prepare", "prepare_sources"]
+__all__ = ("main", "prepare", "prepare_sources")
