@@ -1,7 +1,7 @@
 """Every setting of a run, documented, and how it is read: field default < `base` < TOML < `--section.field=value`.
 
 Each value is checked here by itself, without torch, so that a mistake is reported at once. Which values fit together
-is known to the modules that use them; `check_start` in train.py asks them.
+is known to the modules that use them; start.py asks them.
 
     python -m config train_configs/debug.toml --training.steps=100
 """
@@ -14,11 +14,11 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -93,6 +93,7 @@ def parse_schedule(value: int | str) -> list[tuple[int, int]]:
     return schedule
 
 
+LARGEST = 2**63 - 1
 # What a value may be; `description` says it in errors and in --help. The upper bounds keep out what is not finite.
 LOCAL = Meta(
     pattern=r"^(?!~|\w+:/)",
@@ -107,10 +108,10 @@ BY_TOKENS = Meta(
     pattern=r"^\s*[1-9]\d*\s*@\s*0\s*(,\s*[1-9]\d*\s*@\s*\d[\d_]*(\.\d+)?[kMBT]?\s*)*$",
     description='such numbers by the tokens seen, from 0 on: "128 @ 0, 256 @ 1.5B"',
 )
-Count = Annotated[int, Meta(ge=0, le=2**63 - 1, description="an integer >= 0")]
-Positive = Annotated[int, Meta(ge=1, le=2**63 - 1, description="an integer >= 1")]
+Count = Annotated[int, Meta(ge=0, le=LARGEST, description="an integer >= 0")]
+Positive = Annotated[int, Meta(ge=1, le=LARGEST, description="an integer >= 1")]
 CountByTokens = Count | Annotated[str, BY_TOKENS]
-LengthByTokens = Annotated[int, Meta(ge=2, le=2**63 - 1, description="an integer >= 2")] | Annotated[str, BY_TOKENS]
+LengthByTokens = Annotated[int, Meta(ge=2, le=LARGEST, description="an integer >= 2")] | Annotated[str, BY_TOKENS]
 NonNegative = Annotated[float, Meta(ge=0, le=1e30, description="a number >= 0")]
 AboveZero = Annotated[float, Meta(gt=0, le=1e30, description="a number above 0")]
 Fraction = Annotated[float, Meta(ge=0, le=1, description="a number from 0 to 1")]
@@ -343,7 +344,7 @@ class Parallelism:
 
     dp_replicate: Positive = 1
     """Replicas of the model (DDP, or HSDP when `dp_shard` is above 1)."""
-    dp_shard: Annotated[int, Meta(ge=-1, le=2**63 - 1, description="an integer >= -1")] = -1
+    dp_shard: Annotated[int, Meta(ge=-1, le=LARGEST, description="an integer >= -1")] = -1
     """Ranks that share one copy of the model (FSDP2). -1: all remaining ranks."""
     cp: Positive = 1
     """Context parallelism: ranks that share each sequence. FSDP2 also shards the weights over them."""
@@ -372,7 +373,7 @@ class Parallelism:
     """How keys and values of other ranks arrive: all at once (`allgather`), or rank by rank in less memory (`ring`)."""
     pp_schedule: Literal["1F1B", "Interleaved1F1B"] = "1F1B"
     """Order of the pipeline's forwards and backwards. `Interleaved1F1B` gives each rank more than one stage."""
-    pp_stages_per_rank: Annotated[int, Meta(ge=2, le=2**63 - 1, description="an integer >= 2")] = 2
+    pp_stages_per_rank: Annotated[int, Meta(ge=2, le=LARGEST, description="an integer >= 2")] = 2
     """Stages per rank with `Interleaved1F1B`."""
     pp_microbatch_size: Positive = 1
     """Sequences per pipeline microbatch. Must divide training.local_batch_size."""
@@ -572,26 +573,18 @@ def _find_kinds() -> dict[str, Any]:
 
 
 KINDS = types.MappingProxyType(_find_kinds())  # dotted key → type of its value, with its range or form
-OTHER_NAMES = types.MappingProxyType(  # what other projects call a setting → its name here
+OTHER_NAMES = types.MappingProxyType(  # setting → what other projects call it
     {
-        "learning_rate": "optimizer.lr",
-        "batch_size": "training.local_batch_size",
-        "micro_batch_size": "training.local_batch_size",
-        "gbs": "training.global_batch_size",
-        "max_steps": "training.steps",
-        "num_steps": "training.steps",
-        "max_iters": "training.steps",
-        "seq_length": "training.seq_len",
-        "sequence_length": "training.seq_len",
-        "context_length": "training.seq_len",
-        "grad_clip": "training.max_norm",
-        "warmup": "lr_scheduler.warmup_steps",
-        "warmup_iters": "lr_scheduler.warmup_steps",
-        "dataset": "data.datasets",
-        "data_path": "data.datasets",
-        "output_dir": "run.folder",
-        "out_dir": "run.folder",
-        "resume_from": "resume",
+        "optimizer.lr": ("learning_rate",),
+        "training.local_batch_size": ("batch_size", "micro_batch_size"),
+        "training.global_batch_size": ("gbs",),
+        "training.steps": ("max_steps", "num_steps", "max_iters"),
+        "training.seq_len": ("seq_length", "sequence_length", "context_length"),
+        "training.max_norm": ("grad_clip",),
+        "lr_scheduler.warmup_steps": ("warmup", "warmup_iters"),
+        "data.datasets": ("dataset", "data_path"),
+        "run.folder": ("output_dir", "out_dir"),
+        "resume": ("resume_from",),
     }
 )
 
@@ -615,56 +608,92 @@ def load_config(argv: Sequence[str]) -> Config:
     trunk = typed.get("checkpoint.branch_from", "")
     if folder and (file or "run.folder" in typed):
         raise ConfigError(f"--resume={_redact(folder)}: is itself config and run.folder; leave those out")
-    if "checkpoint.initial_load" in typed and not (folder or trunk):
+    if typed.get("training.epochs") and "training.steps" in typed:
+        raise ConfigError("training.steps and training.epochs: each says how long the run is; set one of them")
+    if "checkpoint.initial_load" in typed and not folder and not trunk:
         typed = {"model.flavor": FROM_CHECKPOINT} | typed
     values: dict[str, Any] = {}
     if folder:
-        values = _resumed_values(folder)
+        values = overlay(_recorded_values(f"--resume={folder}", folder), {"run": {"folder": folder}})
     elif file:
         values = read_toml(Path(file))
     elif trunk:
         values = _trunk_values(trunk)
-    layer: dict[str, Any] = {}
-    for key, value in typed.items():
+    return from_dict(overlay(values, nest(typed)))
+
+
+def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Section → name → value of dotted keys."""
+    nested: dict[str, Any] = {}
+    for key, value in settings.items():
         section, _, name = key.partition(".")
-        layer.setdefault(section, {})[name] = value
-    return from_dict(overlay(values, layer))
+        nested.setdefault(section, {})[name] = value
+    return nested
 
 
 def overlay(values: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings with those of `layer`, which count, over them. Raises ConfigError."""
+    """Nested settings with those of `layer`, which count, over them."""
     merged = {section: dict(entries) for section, entries in values.items()}
     for section, entries in layer.items():
         merged.setdefault(section, {}).update(entries)
-    # Both say how long a run is.
+    # Steps typed for a run of epochs are meant; a recorded config has both, the steps made of the epochs.
     length = layer.get("training", {})
-    if length.get("epochs") and "steps" in length:
-        raise ConfigError("training.steps and training.epochs: each says how long the run is; set one of them")
-    if "steps" in length:
+    if "steps" in length and not length.get("epochs"):
         merged["training"]["epochs"] = 0.0
     return merged
 
 
-def _resumed_values(folder: str) -> dict[str, Any]:
-    recorded = Path(folder, "config.toml")
-    if not recorded.is_file():
-        runs = [str(file.parent) for file in Path(folder).parent.glob("*/config.toml")]
-        what = "is not the folder of a run: it has no config.toml" if Path(folder).is_dir() else "does not exist"
-        raise ConfigError(f"--resume={_redact(folder)}: {what}{close_match(folder, runs)}")
+def check_effects(config: Config) -> None:
+    """Refuse settings that would do nothing, as others are. A section that is switched off may keep its settings.
+
+    Raises ConfigError.
+    """
+    parallelism = config.parallelism
+    schedule = config.lr_scheduler
+    recompute = config.activation_checkpoint.mode
+    optimizers = {config.optimizer.name, *(group.kind for group in config.optimizer.groups)}
+    # (settings, whether they have an effect, what gives them one)
+    rules = [
+        ("optimizer.momentum", "muon" in optimizers, 'optimizer.name = "muon"'),
+        ("lr_scheduler.decay lr_scheduler.decay_steps", schedule.schedule == "wsd", 'lr_scheduler.schedule = "wsd"'),
+        ("lr_scheduler.decay_fraction", schedule.schedule == "wsd", 'lr_scheduler.schedule = "wsd"'),
+        ("lr_scheduler.min_lr_factor", schedule.schedule != "constant", "another lr_scheduler.schedule"),
+        ("parallelism.outer_lr parallelism.outer_momentum", parallelism.local_steps > 0, "parallelism.local_steps"),
+        ("parallelism.cp_method", parallelism.cp > 1, "parallelism.cp above 1"),
+        ("parallelism.pp_schedule parallelism.pp_microbatch_size", parallelism.pp > 1, "parallelism.pp above 1"),
+        (
+            "parallelism.pp_stages_per_rank",
+            parallelism.pp > 1 and parallelism.pp_schedule == "Interleaved1F1B",
+            'parallelism.pp_schedule = "Interleaved1F1B"',
+        ),
+        ("activation_checkpoint.every_n_layers", recompute in ("full", "selective"), "mode full or selective"),
+        ("activation_checkpoint.memory_budget", recompute == "budget", 'activation_checkpoint.mode = "budget"'),
+        ("failures.bad_step_budget", config.failures.on_bad_step != "stop", "failures.on_bad_step skip or rollback"),
+    ]
+    values = flatten(config)
+    defaults = flatten(Config())
+    for keys, has_effect, needed in rules:
+        for key in keys.split():
+            if values[key] != defaults[key] and not has_effect:
+                shown = f"{key} = {value_text(values[key])}"
+                raise ConfigError(f"{shown}: has no effect without {needed}; its default is {defaults[key]!r}")
+
+
+def _recorded_values(option: str, folder: str) -> dict[str, Any]:
+    """The settings that the run in `folder`, which `option` names, recorded. Raises ConfigError."""
+    file = Path(folder, "config.toml")
+    if not file.is_file():
+        runs = [str(other.parent) for other in file.parent.parent.glob("*/config.toml")]
+        raise ConfigError(f"{_redact(option)}: no run is there, {file} does not exist{close_match(folder, runs)}")
     with file_errors():
-        values = read_recorded(recorded.read_bytes(), recorded)
-    return overlay(values, {"run": {"folder": folder}})
+        return read_recorded(file.read_bytes(), file)
 
 
 def _trunk_values(place: str) -> dict[str, Any]:
     """The settings that a branch takes from the run it begins from, a folder. Raises ConfigError."""
     trunk = re.sub(r"@(\d+|best)$", "", place)
     folder = re.sub(r"/checkpoints(/[^/]+)?/?$", "", trunk)  # PLACE may be the run's checkpoints, or one of them
-    recorded = Path(folder, "config.toml")
-    if not recorded.is_file():
-        raise ConfigError(f"--checkpoint.branch_from={place}: {recorded} does not exist; give its config as FILE.toml")
-    with file_errors():
-        values = read_recorded(recorded.read_bytes(), recorded)
+    values = _recorded_values(f"--checkpoint.branch_from={place} without FILE.toml", folder)
     for section, name in (("run", "folder"), ("checkpoint", "branch_from"), ("checkpoint", "initial_load")):
         values.get(section, {}).pop(name, None)
     return values
@@ -712,12 +741,15 @@ def read_recorded(text: bytes, place: object) -> dict[str, Any]:
         recorded = tomllib.loads(text.decode())
     except ValueError as error:  # also bytes that are not UTF-8
         raise ConfigError(f"{place}: its config is not valid TOML: {error}") from None
-    values: dict[str, dict[str, Any]] = {}
-    unknown = []
     for section, entries in recorded.items():
         if not isinstance(entries, dict):
             raise ConfigError(f"{place}: {section} = {entries!r} stands in no section")
-        for name, value in _in_todays_words(section, entries).items():
+    if "changes" in recorded.get("model", {}):
+        recorded = _in_todays_words(recorded)
+    values: dict[str, Any] = {}
+    unknown = []
+    for section, entries in recorded.items():
+        for name, value in entries.items():
             try:
                 from_dict({section: {name: value}})
                 values.setdefault(section, {})[name] = value
@@ -728,21 +760,20 @@ def read_recorded(text: bytes, place: object) -> dict[str, Any]:
     return values
 
 
-def _in_todays_words(section: str, entries: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a section as versions until November 2026 recorded them, in this version's words."""
-    if section == "model" and "changes" in entries:
-        fields = {name: value for name, value in entries.items() if value != 0 and name != "changes"}
-        for change in entries["changes"]:
-            name, _, text = change.partition("=")
+def _in_todays_words(recorded: dict[str, Any]) -> dict[str, Any]:
+    """What versions until November 2026 recorded, in this version's words."""
+    model = recorded["model"]
+    fields = {name: value for name, value in model.items() if value and name != "changes"}
+    for change in model["changes"]:
+        name, _, text = change.partition("=")
+        if text != "null":
             fields[name] = json.loads(text)
-        return {name: value for name, value in fields.items() if value is not None}
-    if section == "optimizer":
-        groups = [dict(group) for group in entries.get("groups", ())]
-        for group in groups:
-            if group.get("weight_decay") == -1:
-                del group["weight_decay"]
-        return entries | {"groups": groups}
-    return entries
+    for group in recorded.get("optimizer", {}).get("groups", ()):
+        if group.get("weight_decay") == -1:
+            del group["weight_decay"]
+        if group.get("rows") == 0:
+            del group["rows"]
+    return recorded | {"model": fields}
 
 
 def recorded_config(folder: Path) -> Config | None:
@@ -766,46 +797,35 @@ def _parse_command_line(argv: Sequence[str]) -> dict[str, Any]:
         key, equals, text = word[2:].partition("=")
         is_place = key in ("config", "resume")
         kind = str if is_place else _kind_of(key, "--")
-        is_switch = bool in _plain_types(kind)
-        if not equals:
-            stands_alone = not words or words[0].startswith("--") or (is_switch and words[0].endswith(".toml"))
-            if not stands_alone:
+        if not equals and bool in (kind, *get_args(kind)):
+            text = "true"
+            if words and words[0] in ("true", "false"):
                 text = words.pop(0)
-            elif is_switch:
-                text = "true"
+        elif not equals and words and not words[0].startswith("--"):
+            text = words.pop(0)
         if not text and (is_place or not equals):
             raise ConfigError(f"--{key}: needs a value, as in --{key}={'PATH' if is_place else '...'}")
-        given[key] = _parse(text, kind)
+        given[key] = text if is_place else _parse(key, text)
     return given
 
 
-def _parse(text: str, kind: Any) -> Any:
-    """The value that `text` stands for. Returns `text` if it cannot be one: the check of its type then says so."""
-    for plain in _plain_types(kind):
-        if get_origin(plain) is tuple and not text.lstrip().startswith("["):
-            return [_parse(part.strip(), get_args(plain)[0]) for part in text.split(",") if part.strip()]
-        with suppress(ValueError):
-            return PARSERS.get(plain, _parse_toml)(text)
+def _parse(key: str, text: str) -> Any:
+    """The value of a setting that `text` stands for: as in TOML, as it is, or a list of parts. Raises ConfigError."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    for value in (_as_toml(text), text, parts, [_as_toml(part) for part in parts]):
+        with suppress(ConfigError):
+            _convert(key, value)
+            return value
+    return _convert(key, _as_toml(text))  # says what is wrong
+
+
+def _as_toml(text: str) -> Any:
+    """The value that `text` is in TOML, or a number such as .5; otherwise `text`."""
+    with suppress(ValueError):
+        return tomllib.loads(f"value = {text}")["value"]
+    with suppress(ValueError):
+        return float(text)
     return text
-
-
-def _parse_toml(text: str) -> Any:
-    return tomllib.loads(f"value = {text}")["value"]
-
-
-PARSERS: Mapping[Any, Callable[[str], Any]] = types.MappingProxyType({int: int, float: float, str: str})
-
-
-def _plain_types(kind: Any) -> list[Any]:
-    """The types that a value of `kind` may have, without their ranges."""
-    if get_origin(kind) is Annotated:
-        return _plain_types(get_args(kind)[0])
-    if get_origin(kind) is Literal:
-        return [str]
-    if get_origin(kind) in (Union, types.UnionType):
-        parts = [part for part in get_args(kind) if part is not types.NoneType]
-        return [plain for part in parts for plain in _plain_types(part)]
-    return [kind]
 
 
 def _convert(key: str, value: Any) -> Any:
@@ -823,15 +843,20 @@ def _convert(key: str, value: Any) -> Any:
 
 def kind_name(kind: Any) -> str:
     """What a value of `kind` may be, in words."""
-    if get_origin(kind) is Annotated:
+    origin = get_origin(kind)
+    if origin is Annotated:
         return get_args(kind)[1].description
-    if get_origin(kind) in (Union, types.UnionType):
-        return ", or ".join(kind_name(part) for part in get_args(kind) if part is not types.NoneType)
-    if get_origin(kind) is tuple:
-        return f"a list, each {kind_name(get_args(kind)[0])}"
-    if get_origin(kind) is Literal:
+    if origin is Literal:
         return "one of " + ", ".join(word or '""' for word in get_args(kind))
-    return {str: "a string", bool: "true or false"}.get(kind) or f"a table of {', '.join(kind.__struct_fields__)}"
+    if kind in NAMES:
+        return NAMES[kind]
+    parts = [kind_name(part) for part in get_args(kind) if part not in (..., types.NoneType)]
+    if origin is tuple:
+        return f"a list, each {parts[0]}"
+    return ", or ".join(parts) or f"a table of {', '.join(kind.__struct_fields__)}"
+
+
+NAMES: Mapping[Any, str] = types.MappingProxyType({str: "a string", bool: "true or false"})
 
 
 def _kind_of(key: str, dashes: str = "") -> Any:
@@ -846,12 +871,11 @@ def _kind_of(key: str, dashes: str = "") -> Any:
 def _hint(key: str, dashes: str = "") -> str:
     """The settings that `key` may mean, to end an error with: by the last part, another project's name or likeness."""
     last = key.rpartition(".")[2].replace("-", "_").lower()
-    names = {known: known for known in (*KINDS, "config", "resume")} | OTHER_NAMES
-    meant = [known for name, known in names.items() if last == name.rpartition(".")[2]]
-    if not meant:
-        meant = [names[name] for name in difflib.get_close_matches(key, names, n=1)]
-    nearest = [dashes + known for known in difflib.get_close_matches(key, meant, n=3, cutoff=0)]
-    return f"; did you mean {' or '.join(nearest)}?" if nearest else "; --help WORD prints the settings about a word"
+    known = [*KINDS, "config", "resume"]
+    meant = [name for name in known if last in (name.rpartition(".")[2], *OTHER_NAMES.get(name, ()))]
+    nearest = difflib.get_close_matches(key, meant or known, n=3, cutoff=0 if meant else 0.6)
+    found = " or ".join(dashes + name for name in nearest)
+    return f"; did you mean {found}?" if found else "; --help WORD prints the settings about a word"
 
 
 def close_match(name: str, names: Iterable[str]) -> str:
@@ -870,10 +894,8 @@ def _redact(text: str) -> str:
 
 def flatten(config: Config) -> dict[str, Any]:
     """Dotted key → value, as plain values that JSON can hold; None: as the model's flavor has it."""
-    flat: dict[str, Any] = {}
-    for section, values in msgspec.to_builtins(config).items():
-        flat |= {f"{section}.{name}": value for name, value in values.items()}
-    return flat
+    values = msgspec.to_builtins(config)
+    return {key: values[key.partition(".")[0]][key.partition(".")[2]] for key in KINDS}
 
 
 def to_toml(config: Config) -> str:
@@ -887,7 +909,9 @@ def to_toml(config: Config) -> str:
 
 
 def value_text(value: Any) -> str:
-    """A value of `flatten` as TOML."""
+    """A value of `flatten` as TOML, which has no None."""
+    if value is None:
+        return "the flavor's"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(value_text, value))}]"
     if isinstance(value, dict):
@@ -911,23 +935,18 @@ def help_text(config: Config, words: Sequence[str] = ()) -> str:
     for section, kind in SECTIONS.items():
         lines = [f"[{section}]  {inspect.getdoc(kind)}"]
         docs = field_docs(kind)
-        for name in get_type_hints(kind):
-            key = f"{section}.{name}"
-            text = docs.get(name, "")
+        for key in [key for key in KINDS if key.startswith(f"{section}.")]:
+            text = docs.get(key.removeprefix(f"{section}."), "")
             if all(word.lower() in f"{key} {text}".lower() for word in words):
-                shown = f"default {_shown(defaults[key])}"
+                shown = f"default {value_text(defaults[key])}"
                 if values[key] != defaults[key]:
-                    shown = f"here {_shown(values[key])}; {shown}"
+                    shown = f"here {value_text(values[key])}; {shown}"
                 lines += [f"  --{key}=...  {kind_name(KINDS[key])}; {shown}", textwrap.indent(text, " " * 6)]
         if len(lines) > 1:
             parts.append("\n".join(lines))
     if not parts:
         raise ConfigError(f"--help {' '.join(words)}: no setting has this in its name or text{_hint(words[0], '--')}")
     return "\n\n".join(parts)
-
-
-def _shown(value: Any) -> str:
-    return "the flavor's" if value is None else value_text(value)
 
 
 def field_docs(section: type) -> dict[str, str]:
@@ -939,4 +958,6 @@ def field_docs(section: type) -> dict[str, str]:
 
 if __name__ == "__main__":
     with command_line(exit_code=2):
-        print(to_toml(load_config(sys.argv[1:])))
+        resolved = load_config(sys.argv[1:])
+        check_effects(resolved)
+        print(to_toml(resolved))

@@ -3,7 +3,6 @@
 torchrun --nproc-per-node=8 train.py --config=train_configs/llama3_8b.toml --training.steps=1000
 """
 
-import dataclasses
 import logging
 import sys
 from collections.abc import Callable
@@ -13,85 +12,37 @@ from typing import Any
 
 import torch
 
-from checkpoint.checks import check_checkpoints, check_settings
 from checkpoint.manager import CheckpointManager
-from config import Config, file_errors, load_config
-from data.answers import load_answers
-from data.loader import DataLoader
-from float8.convert import check_float8, convert_to_float8, summarize
+from config import Config, load_config
 from layer_norms import LayerNorms, layer_of
 from loss import (
     build_chunked_loss,
     build_loss,
-    check_loss,
     count_trained,
     loss_chunks,
     sum_losses,
     term_names,
 )
-from metrics import MetricsLogger, configure_logging, find_trackers
-from models import ModelSpec, build_model, find_model
+from metrics import MetricsLogger, configure_logging
 from models.init import init_weights
-from models.trained import settle_model
 from models.weights import build_refresh
 from optim import (
     OuterOptimizer,
     allocate_state,
     build_optimizer,
-    check_optim,
     clip_grad_norm_,
     due,
     learning_rate,
     set_learning_rate,
-    summarize_groups,
 )
-from parallel.device import check_compiler, choose_param_dtype, device_type
-from parallel.mesh import ParallelDims
 from parallel.pipeline import build_compute
-from run.failures import BadSteps, check_failures
-from run.folder import check_run_folder
-from run.processes import LaunchEnvironment, launch_environment, set_timeout
-from run.profiling import check_profiling
+from run.failures import BadSteps
+from run.processes import launch_environment, set_timeout
 from run.run import TrainingRun, run_and_leave
-from validate import check_sample, show_sample, validate_all, validate_average
+from start import set_up
+from validate import show_sample, validate_all, validate_average
 
 logger = logging.getLogger(__name__)
-
-
-def check_start(
-    config: Config, environment: LaunchEnvironment, data: DataLoader, spec: ModelSpec, flavor: object, identity: dict
-) -> None:
-    """Find mistakes in the config and in local files, before any process group starts and any byte is written."""
-    check_float8(config)
-    find_trackers(config)
-    check_optim(config)
-    check_profiling(config.profiling, config.training.steps)
-    check_failures(config, environment)
-    check_settings(config)
-    check_compiler(config)
-    check_sample(config, data.tokenizer)
-    spec.check_parallelism(flavor, config)
-    check_run_folder(config, identity)
-
-
-def open_config(
-    config: Config, environment: LaunchEnvironment
-) -> tuple[Config, ParallelDims, DataLoader, ModelSpec, Any, dict[str, Any]]:
-    """Settle what a config leaves open, find mistakes, and open what it names.
-
-    Returns the config as a run records it, the layout, the data, the model's family, flavor and identity. Raises
-    TitaniteError.
-    """
-    config = choose_param_dtype(config)
-    dims = ParallelDims.from_config(config.parallelism, environment.world_size)
-    with file_errors():
-        config = settle_model(config)
-        data = DataLoader(config, dims.dp_rank(environment.rank), dims.dp, pin_memory=device_type() != "cpu")
-        config = data.settle(config)
-        spec, flavor = find_model(config.model, data.vocab_size)
-        identity = {"name": config.model.name, **dataclasses.asdict(flavor)}
-        check_start(config, environment, data, spec, flavor, identity)
-    return config, dims, data, spec, flavor, identity
 
 
 def train(config: Config, after_step: Callable[[int], None] = lambda step: None) -> tuple[Path, dict[str, Any]]:
@@ -102,27 +53,16 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
     environment = launch_environment()
     rank = environment.rank
     configure_logging(config.metrics.log_ranks, rank)
-    chunks = loss_chunks(config)
-    config, dims, data, spec, flavor, identity = open_config(config, environment)
+    setup = set_up(config, environment)
+    config = setup.config
+    dims = setup.dims
+    data = setup.data
+    model = setup.model
     training = config.training
     steps = training.steps
-    with file_errors():
-        answers = load_answers(config, data.tokenizer)
-    model = build_model(spec, flavor)  # on the meta device
-    check_loss(config)
-    spec.check_replacements(model, config, chunks)
-    if config.float8.enable:
-        converted = convert_to_float8(model, config.float8, dims.tp, dims.shards)
-        logger.info(f"float8: {summarize(*converted)}")
-    groups = summarize_groups(model, config.optimizer)
+    chunks = loss_chunks(config)
     layers = list(dict.fromkeys(layer_of(name) for name, _ in model.named_parameters()))
-
-    def check_run(folder: Path) -> list[str]:  # on rank 0, before a byte is written
-        data.check_run(folder)
-        check_optim(config, folder)
-        return check_checkpoints(config, identity, folder, data, environment.job)
-
-    with TrainingRun(config, environment, dims, data, identity, check_run) as run:
+    with TrainingRun(config, environment, dims, data, setup.identity, setup.check_folder) as run:
         # -- model, optimizer, checkpoint
         device = run.device
         mesh = run.mesh
@@ -131,25 +71,24 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         flops_per_token = {S: model.flops_per_token(S) for S in training.seq_lens}  # type: ignore[operator]
         size = f"{n_parameters:,} parameters, in {training.param_dtype}"
         logger.info(f"model {config.model.name} {config.model.flavor}: {size}")
-        for line in (*groups, data.describe(steps)):
+        for line in (*setup.groups, data.describe(steps)):
             logger.info(line)
-        parts = spec.apply_parallelism(model, mesh, config)
+        parts = setup.spec.apply_parallelism(model, mesh, config)
         set_timeout(config.comm.init_timeout_seconds)
-        del model  # a pipeline holds only parts of it
         home = torch.device("cpu") if config.parallelism.cpu_offload else device
         for part in parts:
             init_weights(part, home, config.run.seed, watchdog.alive)
         loss_fn = build_loss(config.compile, mesh, training.z_loss)
         chunked = build_chunked_loss(config.compile, mesh, chunks, training.z_loss) if chunks > 1 else None
-        compute = build_compute(parts, loss_fn, flavor, mesh, config, chunked)
+        compute = build_compute(parts, loss_fn, setup.flavor, mesh, config, chunked)
         parameters = [parameter for part in parts for parameter in part.parameters()]
-        group = dims.build_update_group() if groups else None
+        group = dims.build_update_group() if setup.groups else None
         optimizer = build_optimizer(parts, config.optimizer, config.compile, group, training.param_dtype)
         islands = OuterOptimizer(optimizer, mesh.islands, config.parallelism) if mesh.islands is not None else None
         allocate = partial(allocate_state, islands or optimizer)
         refresh_weights = build_refresh(parts, config)
         checkpoint = CheckpointManager(
-            config, run.folder, parts, optimizer, data, identity, allocate,
+            config, run.folder, parts, optimizer, data, setup.identity, allocate,
             start=run.this_start, on_commit=run.saved, on_progress=watchdog.alive, section=watchdog.section,
         )  # fmt: skip
         step = checkpoint.load()
@@ -207,9 +146,9 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             checkpoint.check()  # raise a background save's error at once
             if due(step, config.validation.interval, steps):
                 metrics.check_finite()
-                figures = validate_all(run, parts, compute, step, answers)
+                figures = validate_all(run, parts, compute, step, setup.answers)
                 if figures and config.validation.average:
-                    figures |= validate_average(run, checkpoint, refresh_weights, parts, compute, step, answers)
+                    figures |= validate_average(run, checkpoint, refresh_weights, parts, compute, step, setup.answers)
                 metrics.log_validation(step, figures, data.tokens_seen)
                 show_sample(run, parts)
                 metrics.restart_clock()

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+import start
 import train
 from config import Model
 from models import find_model
@@ -47,5 +48,5 @@ def spoil(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 if __name__ == "__main__":
     nn.modules.module.register_module_forward_hook(spoil)
-    train.find_model = tiny_model
+    start.find_model = tiny_model
     run_and_leave(train.main)

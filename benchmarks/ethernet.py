@@ -252,8 +252,6 @@ def train_islands(local_steps: int, outer_lr: float, outer_momentum: float, step
             f"--data.datasets={DATASET}",
             "--parallelism.dp_replicate=2",
             f"--parallelism.local_steps={local_steps}",
-            f"--parallelism.outer_lr={outer_lr}",
-            f"--parallelism.outer_momentum={outer_momentum}",
             f"--training.steps={steps}",
             "--training.local_batch_size=4",
             "--training.global_batch_size=8",
@@ -263,6 +261,8 @@ def train_islands(local_steps: int, outer_lr: float, outer_momentum: float, step
             "--metrics.tensorboard=false",
             f"--run.folder={run}",
         ]
+        if local_steps:
+            command += [f"--parallelism.outer_lr={outer_lr}", f"--parallelism.outer_momentum={outer_momentum}"]
         subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         [loss] = [row["validation_loss"] for row in read_records(run / "metrics.jsonl") if row["validation_loss"]]
         return loss

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+import start
 import train
 from config import (
     ActivationCheckpoint,
@@ -269,12 +270,11 @@ def our_run(
 
     with (
         mock.patch.multiple(
-            train,
+            start,
             DataLoader=Batches,
             find_model=lambda model, _: (find_model(model, VOCAB)[0], dataclasses.replace(FLAVOR, **model_options)),
-            build_optimizer=build_watched_optimizer,
-            clip_grad_norm_=clip_watched,
         ),
+        mock.patch.multiple(train, build_optimizer=build_watched_optimizer, clip_grad_norm_=clip_watched),
         mock.patch("run.run.init_distributed", return_value=device),
         mock.patch("validate.validation_batches", held_out),
     ):

@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+import start
 import train
 from config import Config
 from data.ledger import build_phases
@@ -122,8 +123,9 @@ def dry_run(case: Case, microbatches: int) -> DryRun:
     stand_ins = [
         *_stand_ins_of_torch(),
         (train, "launch_environment", lambda: LaunchEnvironment(rank, 0, case.world_size)),
-        (train, "check_start", lambda *_: None),  # it asks for data and a device; `check` has done the rest
-        (train, "DataLoader", step.load_zeros),
+        (start, "check_config", lambda *_: None),  # they ask for data and a device; `check` has done the rest
+        (start, "check_opened", lambda *_: None),
+        (start, "DataLoader", step.load_zeros),
         (train, "TrainingRun", lambda *_: run),
         (train, "init_weights", step.allocate),
         (train, "CheckpointManager", lambda *_, **__: mock.Mock(load=lambda: 0)),

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -21,18 +20,20 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-import train
 from config import (
     Config,
     ConfigError,
     TitaniteError,
     differences,
     from_dict,
+    nest,
+    overlay,
     read_toml,
     to_toml,
 )
 from run.folder import read_exit
 from run.processes import LaunchEnvironment, end_with_parent
+from start import set_up
 from storage.records import write_atomically
 
 Child: TypeAlias = "subprocess.Popen[bytes]"
@@ -90,11 +91,8 @@ class Study:
 
     def run(self, values: Mapping[str, Any], settings: Mapping[str, Any]) -> Run:
         """The run of these values, with these settings over those for all."""
-        nested = deepcopy(self.config)
-        for key, value in {"run.folder": str(self.folder / name_values(values)), **settings}.items():
-            section, _, name = key.partition(".")
-            nested.setdefault(section, {})[name] = value
-        return Run(values, from_dict(nested))
+        layer = nest({"run.folder": str(self.folder / name_values(values)), **settings})
+        return Run(values, from_dict(overlay(self.config, layer)))
 
 
 def dotted(table: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,8 +160,7 @@ def check_runs(runs: Sequence[Run], world_size: int) -> None:
             if folders.count(run.folder) > 1:
                 raise ConfigError("two runs would have this folder: give each value once")
             check_unchanged(run)
-            _, _, data, *_ = train.open_config(run.config, LaunchEnvironment(0, 0, world_size))
-            data.close()
+            set_up(run.config, LaunchEnvironment(0, 0, world_size)).data.close()
         except TitaniteError as error:
             raise type(error)(f"{run.name}: {error}") from None
 

@@ -62,10 +62,20 @@ OPTIONS = {  # each once in five times
 }
 
 
+NEEDED = {  # option → a setting and its value with which the option would have no effect
+    "parallelism.pp_schedule": ("parallelism.pp", 1),
+    "parallelism.cp_method": ("parallelism.cp", 1),
+    "activation_checkpoint.every_n_layers": ("activation_checkpoint.mode", "none"),
+}
+
+
 def draw_layout(dice: random.Random) -> tuple[int, list[str]]:
     """Ranks and settings of a start. Many do not fit together."""
     drawn = {key: dice.choice(values) for key, values in LAYOUT.items()}
     drawn |= {key: value for key, value in OPTIONS.items() if dice.random() < 0.2}
+    for key, without in NEEDED.items():
+        if drawn[without[0]] == without[1]:
+            drawn.pop(key, None)
     world_size = math.prod(int(drawn[axis]) for axis in AXES)
     return world_size, ["--compile.backend=aot_eager", *(f"--{key}={value}" for key, value in drawn.items())]
 

@@ -50,43 +50,60 @@ def test_command_line_values(words: list[str], key: str, value: object) -> None:
     assert attrgetter(key)(load_config(words)) == value
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--training.stpes=3"], ["training.stpes", "did you mean --training.steps"]),
-        (["--learning-rate", "1"], ["did you mean --optimizer.lr?"]),
-        (["training.steps=3"], ["training.steps=3", "FILE.toml", "--section.field=value"]),
-        (["--training.steps=ten"], ["training.steps", "ten", "an integer >= 1"]),
-        (["--training.steps=0"], ["training.steps = 0", ">= 1"]),
-        (["--training.global_batch_size=-1"], ["global_batch_size = -1", "an integer >= 0, or such numbers by the"]),
-        (["--training.global_batch_size=8 @ 1k"], ["8 @ 1k", "from 0 on"]),
-        (["--training.global_batch_size=8 @ 0, 16"], ["8 @ 0, 16", '"128 @ 0, 256 @ 1.5B"']),
-        (["--training.global_batch_size=8 @ 0, 16 @ 2k, 8 @ 2k"], ["16 @ 2k, 8 @ 2k", "from 0 on"]),
-        (["--training.global_batch_size=8 @ 0, 16 @ inf"], ["16 @ inf", "from 0 on"]),
-        (["--optimizer.lr=nan"], ["optimizer.lr", "a number"]),
-        (["--data.weights=1,x"], ["data.weights", '"x"', "a number"]),
-        (["--training.param_dtype=bf16"], ["param_dtype", "bf16", "bfloat16, float32", "did you mean bfloat16"]),
-        (["--resume=x", "--run.folder=y"], ["--resume=x", "leave those out"]),
-        (["--resume=x"], ["--resume=x: does not exist"]),
-        (
-            ["--checkpoint.branch_from=s3://b/x@5"],
-            ["branch_from=s3://b/x@5: s3:/b/x/config.toml does not exist", "FILE.toml"],
-        ),
-        (["--help", "training.stpes"], ["--help training.stpes: no setting", "did you mean --training.steps?"]),
-        (["--config=debug.toml"], ["debug.toml: cannot be read: No such file", "mean train_configs/debug.toml?"]),
-        (["--run.folder=s3://b/x"], ['run.folder = "s3://b/x"', "not a URL"]),
-        (["--checkpoint.folder=s3:/b/x"], ['checkpoint.folder = "s3:/b/x"', "s3://bucket/prefix"]),
-        (["--checkpoint.aws_secret_access_key=abc"], ["credentials are never part of a config"]),
-        (["--validation.sample_token=9"], ["did you mean --validation.sample_tokens?"]),
-        (["--data.datasets=a,s3://key:secret@bucket/x"], ["data.datasets", "s3://***@bucket/x", "environment"]),
-        (["--checkpoint.folder=s3://key:secret@bucket/x"], ["checkpoint.folder", "s3://***@bucket/x", "environment"]),
-    ],
-)
-def test_bad_input_is_named(words: list[str], said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+MISTAKES = {  # words of a command line → parts of what is said: the option, its value, what is allowed or meant
+    "--training.stpes=3": "training.stpes|did you mean --training.steps",
+    "--learning-rate 1": "did you mean --optimizer.lr?",
+    "training.steps=3": "training.steps=3|FILE.toml|--section.field=value",
+    "--training.steps=ten": 'training.steps = "ten"|an integer >= 1',
+    "--training.steps=0": "training.steps = 0|an integer >= 1",
+    f"--training.steps={'9' * 401}": "training.steps = 999|an integer >= 1",
+    f"--optimizer.lr={'9' * 401}": "optimizer.lr|a number >= 0",
+    "--optimizer.lr=nan": "optimizer.lr|a number >= 0",
+    "--optimizer.lr=inf": "optimizer.lr|a number >= 0",
+    "--training.global_batch_size=-1": "global_batch_size = -1|an integer >= 0",
+    "--training.global_batch_size='8 @ 1k'": "8 @ 1k|from 0 on",
+    "--training.global_batch_size='8 @ 0, 16'": "8 @ 0, 16|from 0 on",
+    "--training.global_batch_size='8 @ 0, 16 @ 2k, 8 @ 2k'": "16 @ 2k, 8 @ 2k|must rise",
+    "--training.global_batch_size='8 @ 0, 16 @ inf'": "16 @ inf|from 0 on",
+    "--data.weights=1,x": "data.weights|x|a number above 0",
+    "--training.param_dtype=bf16": "param_dtype|bf16|did you mean bfloat16",
+    "--training.epochs=1 --training.steps=3": "training.steps and training.epochs",
+    "--optimizer.groups='[{weight_decay = -0.5}]'": "optimizer.groups[0].weight_decay",
+    "--optimizer.groups='[{decay = 0.5}]'": "optimizer.groups|weight_decay",
+    "--resume=x --run.folder=y": "--resume=x|leave those out",
+    "--resume=train_config": "--resume=train_config|train_config/config.toml does not exist",
+    "--checkpoint.branch_from=s3://b/x@5": "branch_from=s3://b/x@5|FILE.toml",
+    "--help training.stpes": "--help training.stpes|did you mean --training.steps",
+    "--config=debug.toml": "debug.toml|No such file|mean train_configs/debug.toml?",
+    "--run.folder=s3://b/x": 'run.folder = "s3://b/x"|not a URL',
+    "--run.folder=o\udcff": "run.folder|UTF-8",
+    "--checkpoint.folder=s3:/b/x": 'checkpoint.folder = "s3:/b/x"|s3://bucket/prefix',
+    "--checkpoint.aws_secret_access_key=abc": "credentials are never part of a config",
+    "--validation.sample_token=9": "did you mean --validation.sample_tokens",
+    "--data.datasets=a,s3://key:secret@bucket/x": "data.datasets|s3://***@bucket/x|environment",
+    "--checkpoint.folder=s3://key:secret@bucket/x": "checkpoint.folder|s3://***@bucket/x|environment",
+    # Fields of the model.
+    "--model.n_head=4": "model.n_head|did you mean --model.n_heads",
+    "--model.flavour=3B": "model.flavour|did you mean --model.flavor",
+    "--model.changes=dim=64": "model.changes: unknown key",
+    "--model.rope_scaling='{kind = \"linaer\"}'": "model.rope_scaling.kind|linaer",
+    "--model.windows=[-3]": "model.windows[0]|>= 0",
+    "--model.hidden_dim=0": "model.hidden_dim = 0|>= 1",
+    "--model.hidden_dim=100.0": "model.hidden_dim = 100.0|an integer",
+    "--model.tie_embeddings=2": "model.tie_embeddings = 2|true or false",
+    "--model.rope_theta=-5": "model.rope_theta = -5|above 0",
+    "--model.n_heads=0": "model.n_heads = 0|>= 1",
+    "--model.dim=true": "model.dim = true|an integer",
+    "--model.qk_norm=heads": "model.qk_norm|did you mean head",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_named(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    with pytest.raises(TitaniteError) as error:
-        load_config(words)
-    for part in said:
+    with pytest.raises(ConfigError) as error:
+        load_config(shlex.split(words))
+    for part in MISTAKES[words].split("|"):
         assert part in str(error.value)
     assert not re.search("secret@|abc", str(error.value))
 
@@ -99,14 +116,66 @@ def test_bad_input_is_named(words: list[str], said: list[str], monkeypatch: pyte
         ("[training\n", "not valid TOML"),
         ("training = 3\n", "must be a section"),
         ('base = "y.toml"\n', "y.toml: cannot be read: No such file"),
+        ('base = "x.toml"\n', "x.toml: is its own base"),
+        ("base = 5\n", "base = 5"),
+        ("[model]\nchanges = 5\n", "model.changes: unknown key"),
     ],
 )
-def test_bad_files_are_named(text: str, said: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_is_named(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "x.toml").write_text(text)
     with pytest.raises(ConfigError) as error:
         load_config([f"--config={tmp_path / 'x.toml'}"])
     assert said in str(error.value)
     assert str(tmp_path) in str(error.value)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "x.toml").write_text("[training]\nsteps = 3\n", encoding="utf-8-sig")
+    assert load_config([str(tmp_path / "x.toml")]).training.steps == 3
+
+
+def test_what_comes_later_counts(tmp_path: Path) -> None:
+    """Also of fields of the model, and of steps and epochs, which both say how long a run is."""
+    (tmp_path / "base.toml").write_text("[model]\ndim = 32\nn_heads = 2\n[training]\nepochs = 2.0\n")
+    (tmp_path / "child.toml").write_text('base = "base.toml"\n[model]\ndim = 64\n[training]\nsteps = 7\n')
+    child = str(tmp_path / "child.toml")
+    config = load_config([child])
+    assert (config.model.dim, config.model.n_heads) == (64, 2)
+    assert (config.training.steps, config.training.epochs) == (7, 0)
+    assert load_config([child, "--model.dim=128"]).model.dim == 128
+    assert load_config([child, "--training.epochs=3"]).training.epochs == 3
+    assert load_config([str(tmp_path / "base.toml"), "--training.steps=9"]).training.epochs == 0
+
+
+def test_a_checkpoint_s_shape_is_taken_where_no_flavor_is_named() -> None:
+    place = "--checkpoint.initial_load=x"
+    assert load_config([place]).model.flavor == "checkpoint"
+    assert load_config([place, "--model.flavor=8B"]).model.flavor == "8B"
+    assert load_config([place, "train_configs/llama3_8b.toml"]).model.flavor == "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        ("--optimizer.momentum=0.9", "optimizer.momentum = 0.9"),
+        ("--lr_scheduler.schedule=cosine --lr_scheduler.decay=sqrt", 'lr_scheduler.decay = "sqrt"'),
+        ("--lr_scheduler.schedule=constant --lr_scheduler.min_lr_factor=0.5", "lr_scheduler.min_lr_factor = 0.5"),
+        ("--parallelism.outer_lr=1", "parallelism.outer_lr = 1.0"),
+        ("--parallelism.cp_method=ring", 'parallelism.cp_method = "ring"'),
+        ("--parallelism.pp=2 --parallelism.pp_stages_per_rank=3", "parallelism.pp_stages_per_rank = 3"),
+        ("--activation_checkpoint.every_n_layers=2", "activation_checkpoint.every_n_layers = 2"),
+        ("--activation_checkpoint.mode=full --activation_checkpoint.memory_budget=0.5", "memory_budget = 0.5"),
+        ("--failures.bad_step_budget=3", "failures.bad_step_budget = 3"),
+    ],
+)
+def test_settings_without_effect_are_refused(words: str, named: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(named)):
+        settings.check_effects(load_config(words.split()))
+
+
+def test_a_section_that_is_off_may_keep_its_settings() -> None:
+    words = ["--float8.enable=false", "--float8.recipe=rowwise", "--optimizer.groups=[{kind='muon'}]"]
+    settings.check_effects(load_config([*words, "--optimizer.momentum=0.9"]))
 
 
 def test_schedules_are_read_as_written() -> None:
@@ -118,7 +187,9 @@ def test_schedules_are_read_as_written() -> None:
 
 
 def test_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
-    prompt = "--validation.sample_prompt=tab\t, \u2028, \\ and 🙂, s3://visit http://example.org @someone"  # no place
+    prompt = (
+        "--validation.sample_prompt=tab\t, \x7f, \u2028, \\ and 🙂, s3://visit http://example.org @someone"  # no place
+    )
     config = load_config(['--data.datasets=a b,c"d', "--optimizer.lr=3e-5", "--compile.enable", prompt])
     (tmp_path / "saved.toml").write_text(settings.to_toml(config), encoding="utf-8")
     assert load_config([f"--config={tmp_path / 'saved.toml'}"]) == config
@@ -136,9 +207,34 @@ def test_a_run_is_resumed_by_its_own_config(tmp_path: Path, caplog: pytest.LogCa
         f"{tmp_path / 'config.toml'}: settings that this version does not know, left out: "
         "model.idea = 1, optimizer.idea = 3, optimizer.name = 'lion', branch.idea = 's3://***@x'"
     ]
-    (tmp_path / "config.toml").write_text("[run")
-    with pytest.raises(ConfigError, match=r"config\.toml: its config is not valid TOML"):
-        load_config([f"--resume={tmp_path}"])
+    for damaged in ("[run", "steps = 3"):
+        (tmp_path / "config.toml").write_text(damaged)
+        with pytest.raises(ConfigError, match=r"config\.toml: .*(not valid TOML|steps)"):
+            load_config([f"--resume={tmp_path}"])
+
+
+def test_a_resume_of_a_run_of_epochs_takes_the_steps_that_are_typed(tmp_path: Path) -> None:
+    """And keeps the run's own model beside a place to load from."""
+    (tmp_path / "config.toml").write_text(to_toml(Config(training=Training(steps=14, epochs=1.0))))
+    resume = ["--resume", str(tmp_path)]
+    assert load_config(resume).training == Training(steps=14, epochs=1.0)
+    assert load_config([*resume, "--training.steps=20"]).training == Training(steps=20)
+    assert load_config([*resume, "--training.epochs=2"]).training.epochs == 2
+    assert load_config([*resume, "--checkpoint.initial_load=x"]).model.flavor == Config().model.flavor
+    with pytest.raises(ConfigError, match=re.escape(f"--resume={tmp_path}x: ") + f".*did you mean {tmp_path}"):
+        load_config([f"--resume={tmp_path}x"])
+
+
+def test_what_an_earlier_version_recorded_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    group = '{pattern = "[to]*.weight", kind = "", lr = 5.0, weight_decay = -1.0, betas = [], rows = 0}'
+    (tmp_path / "config.toml").write_text(
+        '[model]\nname = "llama"\nflavor = "2M"\nchanges = ["qk_norm=\\"head\\"", "rope_scaling=null"]\n'
+        f"vocab_size = 0\nn_layers = 3\n[optimizer]\ngroups = [{group}]\n"
+    )
+    config = load_config(["--resume", str(tmp_path)])
+    assert config.model == settings.Model(flavor="2M", qk_norm="head", n_layers=3)
+    assert config.optimizer.groups == (settings.ParameterGroup(pattern="[to]*.weight", lr=5.0),)
+    assert not caplog.messages
 
 
 def test_help_of_words_prints_the_settings_that_have_them_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +256,7 @@ def test_help_shows_what_would_run_and_every_flavor(capsys: pytest.CaptureFixtur
     printed = " ".join(capsys.readouterr().out.split())
     assert "--optimizer.lr=... a number >= 0; here 0.004; default 0.0003 " in printed
     assert "--optimizer.beta2=... a number from 0 to 0.99999; here 0.9; default" in printed
-    assert 'kind, lr, weight_decay, betas, rows; here [{pattern = "[to]*.weight", lr = 5.0}]; default []' in printed
+    assert 'betas; here [{pattern = "[to]*.weight", lr = 5.0}]; default []' in printed
     assert f"Size within the family: {', '.join(FLAVORS)}. " in printed
     fields = {item.name for item in dataclasses.fields(LlamaConfig)}
     assert fields == {item.name for item in dataclasses.fields(settings.Model)} - {"name", "flavor"}
@@ -184,7 +280,7 @@ def test_a_branch_takes_the_config_of_its_trunk(tmp_path: Path) -> None:
 
 def test_every_field_is_documented_and_help_prints_it() -> None:
     text = settings.help_text(Config())
-    assert {*settings.OTHER_NAMES.values()} <= {*settings.KINDS, "resume"}
+    assert {*settings.OTHER_NAMES} <= {*settings.KINDS, "resume"}
     for section, kind in settings.SECTIONS.items():
         assert f"[{section}]  {kind.__doc__}" in text
         docs = settings.field_docs(kind)

@@ -324,9 +324,9 @@ def test_training_on_prepared_conversations_needs_no_transformers(tmp_path: Path
     words = [f"--source={tmp_path}/a.jsonl", f"--tokenizer={tmp_path}", "--format=chat", "--seq-len=14"]
     code = (
         "import sys; sys.modules['transformers'] = None\n"
-        "import train, data.prepare; from config import from_dict\n"
+        "import start, data.prepare; from config import from_dict\n"
         f"config = from_dict({{'data': {data}, 'training': {{'seq_len': 14, 'local_batch_size': 2}}}})\n"
-        "loader = train.DataLoader(config, 0, 1)\n"
+        "loader = start.DataLoader(config, 0, 1)\n"
         "print(loader.next_step()[0].tokens.tolist(), loader.tokenizer.vocab_size); loader.close()\n"
         f"data.prepare.main({[*words, f'--output={tmp_path}/other']})\n"
     )
