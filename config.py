@@ -691,7 +691,7 @@ def _recorded_values(option: str, folder: str) -> dict[str, Any]:
 
 def _trunk_values(place: str) -> dict[str, Any]:
     """The settings that a branch takes from the run it begins from, a folder. Raises ConfigError."""
-    trunk = re.sub(r"@(\d+|best)$", "", place)
+    trunk = re.sub(r"@\d+$", "", place)
     folder = re.sub(r"/checkpoints(/[^/]+)?/?$", "", trunk)  # PLACE may be the run's checkpoints, or one of them
     values = _recorded_values(f"--checkpoint.branch_from={place} without FILE.toml", folder)
     for section, name in (("run", "folder"), ("checkpoint", "branch_from"), ("checkpoint", "initial_load")):
