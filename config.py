@@ -873,7 +873,9 @@ def _hint(key: str, dashes: str = "") -> str:
     last = key.rpartition(".")[2].replace("-", "_").lower()
     known = [*KINDS, "config", "resume"]
     meant = [name for name in known if last in (name.rpartition(".")[2], *OTHER_NAMES.get(name, ()))]
-    nearest = difflib.get_close_matches(key, meant or known, n=3, cutoff=0 if meant else 0.6)
+    nearest = difflib.get_close_matches(key, known, n=1)
+    if meant:
+        nearest = difflib.get_close_matches(key, meant, n=3, cutoff=0)
     found = " or ".join(dashes + name for name in nearest)
     return f"; did you mean {found}?" if found else "; --help WORD prints the settings about a word"
 
