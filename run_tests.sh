@@ -2,6 +2,7 @@
 # Sets up and runs everything that must pass: formatting, lint, types, tests. Arguments go to pytest.
 #   ./run_tests.sh         all of it
 #   ./run_tests.sh quick   within a minute on two cores: did an edit break anything basic?
+#   ./run_tests.sh long    what takes minutes and Debian's packages: Slurm, Kubernetes' pods, long random walks
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"
 
@@ -31,6 +32,19 @@ echo "tests/s3 use $S3_TEST_SERVER"
 
 if [ "${1:-}" = quick ]; then
   exec .venv/bin/python -m pytest -n "$workers" --dist=worksteal "${quick[@]}" "${@:2}"
+fi
+if [ "${1:-}" = long ]; then
+  packages=(slurmctld slurmd slurm-client munge buildah podman runc debootstrap catatonit iproute2)
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    missing=$(dpkg-query --show --showformat='${Package} ${db:Status-Status}\n' "${packages[@]}" 2>&1 | grep -cv ' installed$' || true)
+    if [ "$missing" != 0 ]; then
+      apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends "${packages[@]}"
+    fi
+  else
+    echo "not root on Debian, so tests may be skipped that need: ${packages[*]}"
+  fi
+  WALKS=${WALKS:-20} .venv/bin/python -m pytest -n "$workers" --dist=worksteal tests/distributed/test_walks.py
+  exec .venv/bin/python -m pytest -m long -rs --durations=15 "${@:2}"
 fi
 .venv/bin/pre-commit validate-config
 .venv/bin/ruff format --check .

@@ -1,6 +1,6 @@
 """launch/slurm.sh on a real Slurm of two nodes: a mistake, a preemption, a hang.
 
-python -m pytest tests/slurm
+./run_tests.sh long -k slurm; without `long` a preemption only.
 """
 
 import json
@@ -82,6 +82,7 @@ def steps(run: Path) -> list[int]:
     return [row["step"] for row in read_records(run / "metrics.jsonl")]
 
 
+@pytest.mark.long
 def test_a_mistake_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
     cluster.submit(tmp_path / "run", "--training.stepz=150")
     cluster.wait(lambda: cluster.field("JobState") == "FAILED", "the end", dead=set())
@@ -111,6 +112,7 @@ def test_a_preempted_job_is_requeued_and_resumes(cluster: Cluster, tmp_path: Pat
     assert prove(run)[0].startswith("150 steps")
 
 
+@pytest.mark.long
 def test_a_hang_is_requeued_where_torchrun_may_not_start_the_job_again(cluster: Cluster, tmp_path: Path) -> None:
     run = tmp_path / "run"
     cluster.submit(run, "--training.steps=100000", "--comm.train_timeout_seconds=5", MAX_RESTARTS="0")
@@ -124,6 +126,7 @@ def test_a_hang_is_requeued_where_torchrun_may_not_start_the_job_again(cluster: 
     assert (record["kind"], record["start_again"]) in (("hung", True), ("lost", True))
 
 
+@pytest.mark.long
 def test_a_study_is_an_array_of_jobs(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
