@@ -25,10 +25,11 @@ set -euo pipefail
 SRUN_OPTIONS=${SRUN_OPTIONS:-}  # --container-image=IMAGE --container-mounts=$PWD --container-workdir=$PWD
 CONTAINER=${CONTAINER:-}        # apptainer exec --nv --bind $PWD IMAGE
 export VENV=${VENV:-.venv}
-prepare_node() {                # runs on every node before the ranks
-  : # module load cuda
-  : # export NCCL_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5
-  : # rsync --archive /shared/datasets/web /local/  # then train with --data.datasets=/local/web
+prepare_node() {  # on every node, before the ranks
+  :
+  # module load cuda
+  # export NCCL_SOCKET_IFNAME=ib0 NCCL_IB_HCA=mlx5
+  # rsync --archive /shared/datasets/web /local/   # then train with --data.datasets=/local/web
 }
 
 export NPROC_PER_NODE=${NPROC_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}  # processes on a node
@@ -69,7 +70,7 @@ srun --kill-on-bad-exit=1 --export=ALL $SRUN_OPTIONS bash -c '
   [ "$SLURM_NODEID" = 0 ] && is_host=true || is_host=false
   torchrun=(--nnodes="$SLURM_NNODES" --nproc-per-node="$NPROC_PER_NODE" --rdzv-backend=c10d
     --rdzv-endpoint="$RENDEZVOUS" --rdzv-conf="is_host=$is_host" --local-addr="${addresses[SLURM_NODEID]}")
-  prepare_node
+  prepare_node || exit
   if [ "$PREFLIGHT" ]; then
     $CONTAINER "$VENV/bin/python" -m run.torchrun --rdzv-id="$SLURM_JOB_ID-preflight" "${torchrun[@]}" \
       -m tools.preflight $PREFLIGHT || exit

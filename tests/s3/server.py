@@ -27,17 +27,20 @@ START_SECONDS = 300
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
-    """Start the server; yields its endpoint, `http://127.0.0.1:PORT`. It ends with this process, even if killed."""
+def s3_server(host: str = "127.0.0.1") -> Iterator[str]:
+    """Start the server; yields its endpoint, `http://HOST:PORT`. It ends with this process, even if killed.
+
+    Ceph's is on loopback only.
+    """
     kind, port = os.environ.get("S3_TEST_SERVER") or ("ceph" if shutil.which("radosgw") else "moto"), free_port()
-    moto = f"{sys.executable} -m moto.server -H 127.0.0.1 -p {port} > /dev/null 2>&1 & echo ready; cat; kill -9 $!"
+    moto = f"{sys.executable} -m moto.server -H {host} -p {port} > /dev/null 2>&1 & echo ready; cat; kill -9 $!"
     command = {"ceph": [str(Path(__file__).with_name("ceph.sh")), str(port)], "moto": ["sh", "-c", moto]}[kind]
     # The end of its input, a pipe from here, is what ends it. A session of its own, so that no Ctrl-C ends it earlier.
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as server:
         assert server.stdout
         server.stdout.readline()
-        yield _answering(port, server)
+        yield _answering(f"http://{host}:{port}", server)
 
 
 def s3_environment(endpoint: str) -> dict[str, str]:
@@ -64,9 +67,8 @@ def create_bucket(endpoint: str, name: str) -> None:
     client.create_bucket(Bucket=name)
 
 
-def _answering(port: int, server: "subprocess.Popen[bytes]") -> str:
+def _answering(endpoint: str, server: "subprocess.Popen[bytes]") -> str:
     """The endpoint, once something answers there."""
-    endpoint = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + START_SECONDS
     while True:
         try:

@@ -84,10 +84,12 @@ def steps(run: Path) -> list[int]:
 
 @pytest.mark.long
 def test_a_mistake_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
-    cluster.submit(tmp_path / "run", "--training.stepz=150")
+    cluster.submit(tmp_path / "run", "--training.stepz=150", PREFLIGHT="--help")
     cluster.wait(lambda: cluster.field("JobState") == "FAILED", "the end", dead=set())
     assert cluster.field("Restarts") == "0"
-    assert "error: training.stepz: unknown key" in cluster.log.read_text()
+    said = cluster.log.read_text()
+    assert "error: training.stepz" in said
+    assert "usage: python -m tools.preflight" in said, "which checks the nodes before"
 
 
 def test_a_preempted_job_is_requeued_and_resumes(cluster: Cluster, tmp_path: Path) -> None:

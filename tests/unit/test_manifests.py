@@ -4,6 +4,7 @@ import copy
 import gzip
 import os
 import re
+import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from torch.distributed.run import parse_args
 
 from config import load_config
 from data.ledger import build_phases
@@ -54,6 +56,7 @@ OBJECTS = {
     "TrainJob": load("kubernetes/trainjob.yaml"),
     "AppWrapper": WRAPPER,
     "PyTorchJob": WRAPPER["spec"]["components"][0]["template"],
+    "Pod": load("kubernetes/pod.yaml"),
 }
 
 
@@ -62,7 +65,9 @@ def pod_and_arguments(kind: str) -> tuple[dict[str, Any], list[str]]:
     if kind == "TrainJob":
         (node,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
         return node["template"]["spec"]["template"]["spec"], spec["trainer"]["args"]
-    pod = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    pod = spec
+    if kind == "PyTorchJob":
+        pod = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     return pod, pod["containers"][0]["args"]
 
 
@@ -76,7 +81,7 @@ def test_manifests_fit_the_published_schemas(kind: str) -> None:
         validate(misspelt)
 
 
-@pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob"])
+@pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob", "Pod"])
 def test_pods_need_no_rights(kind: str) -> None:
     """What OpenShift's restricted-v2 and Kubernetes' restricted profile ask for."""
     pod, _ = pod_and_arguments(kind)
@@ -93,7 +98,7 @@ def test_pods_need_no_rights(kind: str) -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
-@pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob"])
+@pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob", "Pod"])
 def test_arguments_are_settings_and_credentials_are_in_the_secret(kind: str) -> None:
     _, arguments = pod_and_arguments(kind)
     assert arguments[0].startswith("/runs/"), "launch/node.sh takes the run's folder first"
@@ -135,3 +140,11 @@ def test_the_other_launchers_hold_settings_too() -> None:
     load_config([word.replace('"', "") for word in words])
     for script in (run, *((ROOT / "launch" / name).read_text() for name in ("slurm.sh", "node.sh"))):
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+def test_the_command_by_hand_has_options_of_torchrun_and_settings() -> None:
+    text = (ROOT / "docs" / "clusters.md").read_text().replace("\\\n", "")
+    (line,) = re.findall(r"^launch/node\.sh .*", text, re.MULTILINE)
+    arguments = parse_args(shlex.split(line)[2:])
+    assert (arguments.nnodes, arguments.training_script) == ("2", "train.py")
+    load_config(arguments.training_script_args)
