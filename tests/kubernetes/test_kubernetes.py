@@ -59,6 +59,7 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
         with s3_server(GATEWAY) as endpoint:
             for name, value in s3_environment(endpoint).items():
                 monkeypatch.setenv(name, value)
+            S3FileSystem.clear_instance_cache()  # of the test before, whose server is gone
             create_bucket(endpoint, "bucket")
             documents = [[[1 + (i * j) % 90 for j in range(40)] + [0] for i in range(2000)]]
             S3FileSystem().put(
