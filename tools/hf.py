@@ -22,6 +22,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -217,13 +218,13 @@ def import_model(folder: Path, place: str) -> None:
     family, flavor, raw = imported_flavor(folder, weights)
     adapter = import_module(MODELS[family].hf)
     model = build_model(MODELS[family], flavor)
-    names = adapter.hf_names(flavor, weights.keys())
+    names = adapter.hf_names(flavor)
     typed = typed_like_files(model, names, weights)
     companions = read_files(folder, COMPANIONS)
     facts: dict[str, Any] = {
         "step": 0,
         "identity": {"name": family, **dataclasses.asdict(flavor)},
-        "imported": adapter.complete_config(raw),
+        "imported": raw | msgspec.to_builtins(adapter.read_config(raw)),
     }
     if GENERATION in companions:
         facts["generation_config"] = json_object(companions[GENERATION], f"{folder}/{GENERATION}")
@@ -304,7 +305,7 @@ def imported_flavor(folder: Path, weights: Mapping[str, Path]) -> tuple[str, Any
     try:
         flavor = adapter.from_hf_config(raw)
         adapter.check_hf_names(weights.keys(), flavor)
-        names = adapter.hf_names(flavor, weights.keys())
+        names = adapter.hf_names(flavor)
         left_out = [name for name in weights if name not in names.values() and not name.endswith(adapter.FREQUENCIES)]
         for name in left_out:  # an output, where config.json ties it to the embedding
             embedding = read_rows(weights, names["tok_embeddings.weight"]).float()

@@ -194,18 +194,6 @@ def quantize(folder: Path) -> None:
     rewrite(folder, {name: value.to(torch.float8_e4m3fn) for name, value in hf_model("llama3").state_dict().items()})
 
 
-def save_without_head(folder: Path) -> None:
-    rewrite(folder, hf_model("llama3").model.state_dict())  # names without "model."
-    edit(folder, tie_word_embeddings=True)
-
-
-def save_head_alone(folder: Path) -> None:
-    state = hf_model("llama3").state_dict()
-    del state["model.embed_tokens.weight"]
-    rewrite(folder, state)
-    edit(folder, tie_word_embeddings=True)
-
-
 def keep_old_frequencies(folder: Path) -> None:
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     rewrite(folder, hf_model("llama3").state_dict() | frequencies)
@@ -231,8 +219,6 @@ def drop_index(folder: Path) -> None:
         partial(edit, rope_theta=123.0, rope_parameters={"rope_type": "default"}),
         partial(edit, rms_norm_eps=None),
         partial(edit, hidden_act="swish"),
-        save_without_head,
-        save_head_alone,
         keep_old_frequencies,
         drop_index,
     ],
@@ -258,6 +244,10 @@ def test_unusual_folders_are_read_as_transformers_reads_them(llama, made, monkey
         (partial(edit, quantization_config={"quant_method": "fp8"}), "quantization_config"),
         (partial(edit, num_hidden_layers=4), r"missing model\.layers\.3\.input_layernorm\.weight"),
         (partial(edit, num_hidden_layers=2), r"left over model\.layers\.2\.input_layernorm\.weight"),
+        (
+            lambda folder: rewrite(folder, hf_model("llama3").model.state_dict()),
+            r"missing lm_head\.weight, model\.embed",
+        ),
         (partial(edit, vocab_size=321), r"has shape \[320, 64\] in BF16, must be \[321, 64\] by config\.json"),
         (cut, "00001-of-.*cannot be read as safetensors"),
         (lambda folder: min(folder.glob("*.safetensors")).unlink(), "00001-of-.*cannot be read .*No such file"),
