@@ -20,6 +20,8 @@ from muon import GroupedOptimizer, local
 
 logger = logging.getLogger(__name__)
 
+LARGE_JUMP = 0.1  # of the rate, from which on a resume says so
+
 PIECE = 1024  # numbers whose squares are added up in float32
 SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its input; at 0.999 it may never move
 
@@ -277,6 +279,28 @@ def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRSched
     else:
         share = 1 - done
     return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * share)
+
+
+def decay_start(schedule: settings.LRScheduler, steps: int) -> int:
+    """The step after which the rate of `wsd` falls; 0 for other schedules."""
+    if schedule.schedule != "wsd":
+        return 0
+    return steps - fit_schedule(schedule, steps)[1]
+
+
+def log_jump(config: Config, run_folder: Path, step: int) -> None:
+    """Say on a resume after `step` that its settings change the learning rate there."""
+    began = settings.recorded_config(run_folder)
+    if not (step and began):
+        return
+    rates = []
+    for one in (began, config):
+        steps = one.training.steps
+        schedule = one.lr_scheduler
+        rates.append(learning_rate(min(step + 1, steps), steps, one.optimizer.lr, schedule, schedule.follow_batch))
+    before, after = rates
+    if abs(after - before) > LARGE_JUMP * before:
+        logger.info(f"resume: the learning rate goes from {before:.1e} to {after:.1e} here, and the loss may rise")
 
 
 def due(step: int, interval: int, steps: int) -> bool:

@@ -31,8 +31,10 @@ from optim import (
     allocate_state,
     build_optimizer,
     clip_grad_norm_,
+    decay_start,
     due,
     learning_rate,
+    log_jump,
     set_learning_rate,
 )
 from parallel.pipeline import build_compute
@@ -92,6 +94,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             start=run.this_start, on_commit=run.saved, on_progress=watchdog.alive, section=watchdog.section,
         )  # fmt: skip
         step = checkpoint.load()
+        log_jump(config, run.folder, step)
         if islands:
             islands.begin()
         refresh_weights()
@@ -164,7 +167,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         checkpoint.wait()
         data.close()
         metrics.close()
-        run.close(step, metrics.summary())
+        run.close(step, metrics.summary(), decay_start(config.lr_scheduler, steps))
     return run.folder, metrics.last
 
 

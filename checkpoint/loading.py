@@ -12,7 +12,7 @@ from checkpoint.branch import split_place
 from checkpoint.manifest import MANIFEST, METADATA, Manifest, Opened, committed, open_checkpoint, step_of
 from checkpoint.owner import own_checkpoints
 from checkpoint.ranks import Ranks
-from config import Config, tomllib
+from config import Config, close_match, tomllib
 from storage import DamagedError, Store, join, open_store
 
 T = TypeVar("T")
@@ -56,12 +56,14 @@ def find(
 
     A single checkpoint has the name "". Raises CheckpointError if there is no checkpoint.
     """
-    settings = {}
-    file = Path(place) / "config.toml"  # of a run of any version
-    if file.is_file():
-        settings = tomllib.loads(file.read_text(encoding="utf-8")).get("checkpoint", {})
-    folder = settings.get("folder")
-    urls = [folder] if folder else [str(place), join(place, "checkpoints")]
+    urls = [str(place), join(place, "checkpoints")]
+    folder = Path(place)
+    if (folder / "config.toml").is_file():  # of a run of any version
+        settings = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")).get("checkpoint", {})
+        urls = [settings.get("folder") or urls[1]]  # not the whole folder, which may hold much else
+    elif "://" not in str(place) and not folder.exists():
+        nearby = [str(near) for near in folder.parent.glob("*/")]
+        raise CheckpointError(f"{place}: does not exist{close_match(str(place), nearby)}")
     for url in urls:
         store = open_store(url, retry_seconds)
         if {MANIFEST, METADATA} & store.sizes().keys():

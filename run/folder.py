@@ -214,9 +214,11 @@ def _record_patch(folder: Path) -> str:
     return name
 
 
-def resume_command(folder: Path, processes: int) -> str:
-    """What to type to go on with a run, with as many processes on this machine."""
+def resume_command(folder: Path, processes: int, branch_step: int = 0) -> str:
+    """What to type to go on with a run, or with a branch of it, with as many processes on this machine."""
     start = f"NGPU={processes} ./run_llama_train.sh" if processes > 1 else "./run_llama_train.sh"
+    if branch_step:
+        return f"{start} --checkpoint.branch_from={shlex.quote(f'{folder}@{branch_step}')}"
     return f"{start} --resume {shlex.quote(str(folder))}"
 
 

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoint.loading import locate
+from checkpoint.manifest import step_of
 from checkpoint.ranks import Ranks
 from config import Config, ConfigError, TitaniteError, file_errors, value_text
 from data.loader import Batch, DataLoader
@@ -240,9 +242,10 @@ class TrainingRun:
         self.watchdog.enter("end", step)
         self._trace()
 
-    def close(self, step: int, summary: str) -> None:
+    def close(self, step: int, summary: str, decay_start: int = 0) -> None:
         """Record that the run ended as it should, and say what to do with it.
 
+        `decay_start`: the step after which the rate falls, to train on from before it.
         Exits with AGAIN if only other nodes were asked to stop. Raises TitaniteError on all ranks if one could not
         write a file.
         """
@@ -256,7 +259,7 @@ class TrainingRun:
             self.watchdog.announce(end)
         logger.info(f"{end.cause}: step {step} of {steps}, run folder {self.folder}")
         if step == steps:
-            self._say_what_next(summary)
+            self._say_what_next(summary, decay_start)
         else:
             logger.info(f"  go on:       {self._resume}")
         dist.barrier()  # when a rank leaves with AGAIN, torchrun ends the others: let rank 0 record the end first
@@ -267,7 +270,15 @@ class TrainingRun:
     def _resume(self) -> str:
         return resume_command(self.folder, self.environment.local_world_size)
 
-    def _say_what_next(self, summary: str) -> None:
+    def _find_trunk(self, decay_start: int) -> int:
+        """The step of the last checkpoint up to `decay_start`; 0 without one."""
+        found = []
+        if decay_start:
+            with contextlib.suppress(TitaniteError):  # the run is done, whatever its store says now
+                found = [step_of(name) or 0 for _, name in locate(self.folder)]
+        return max([step for step in found if step <= decay_start], default=0)
+
+    def _say_what_next(self, summary: str, decay_start: int) -> None:
         training = self.config.training
         more = f"steps={2 * training.steps}"
         if training.epochs:
@@ -282,7 +293,9 @@ class TrainingRun:
         logger.info(f"  curves:      {python} -m tools.compare {folder}")
         if self.config.checkpoint.enable:
             logger.info(f"  write text:  {python} generate.py {folder} {ask}")
-            logger.info(f"  train on:    {self._resume} --training.{more}")
+            trunk = self._find_trunk(decay_start)
+            train_on = resume_command(self.folder, self.environment.local_world_size, trunk)
+            logger.info(f"  train on:    {train_on} --training.{more}")
 
     def _check_written(self, step: int) -> None:
         if self._unwritten:

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import msgspec
@@ -108,7 +109,7 @@ class HFConfig(msgspec.Struct, kw_only=True):
 
 
 DEPENDENT = ("max_window_layers", "no_rope_layer_interval")  # without effect in families that lack them
-OFF = {field.name: field.default for field in msgspec.structs.fields(HFConfig)}
+OFF = MappingProxyType({field.name: field.default for field in msgspec.structs.fields(HFConfig)})
 OPTIONS = tuple(OFF)[tuple(OFF).index("attention_bias") :]
 BIASES = ("attention_bias", "mlp_bias")
 FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
@@ -269,13 +270,10 @@ def read_config(values: Mapping[str, Any]) -> HFConfig:
         if values.get(key, only[0]) not in only:
             raise ValueError(f"{key} = {values[key]!r}: only {only[0]!r} can be run")
     own = dict(values)
-    if own.get("use_sliding_window") is False and "use_sliding_window" not in family.options:
+    if own.get("use_sliding_window") is False and "sliding_window" not in family.options:
         own.pop("sliding_window", None)
-    for key in OPTIONS:
-        value = own.get(key)
-        if key in family.options:
-            continue
-        own.pop(key, None)
+    for key in [key for key in OPTIONS if key not in family.options]:
+        value = own.pop(key, None)
         if value not in (None, OFF[key]) and key not in DEPENDENT:
             raise ValueError(f"{key} = {value!r}: a {model_type} has no such option")
     return _convert(own, family)
@@ -352,7 +350,7 @@ def _read_rotated(hf: HFConfig) -> list[int]:
         return [int((i + 1) % hf.no_rope_layer_interval != 0) for i in range(layers)]
     if len(given) < layers:
         raise ValueError(f"no_rope_layers = {given!r}: must have an entry for each of num_hidden_layers = {layers}")
-    return given[:layers]
+    return given
 
 
 def _shortest(values: Sequence[Any], off: Any) -> tuple[Any, ...]:

@@ -1,8 +1,10 @@
 """Branches: runs that begin from a checkpoint of another, up to its last bit, and leave that one alone."""
 
 import json
+import logging
 import random
 import re
+import shlex
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -73,6 +75,17 @@ def train_ranks(world_size: int, folder: Path, dataset: Path, *words: str, stop_
     return [[token for batch in step for sample in batch for token in sample] for step in turns]
 
 
+def run_and_log(arguments: list[str], names: tuple[str, ...]) -> list[str]:
+    """Train as `run` does. Returns what the loggers of these names said."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    for name in names:
+        logging.getLogger(name).addHandler(handler)
+    run(arguments)
+    return said
+
+
 def expected_steps(dataset: Path, steps: int) -> list[list[int]]:
     """The tokens of each step, by the definition of the order."""
     stream = expected_stream(stored_blocks(dataset), open_dataset(str(dataset)).hash, 0, window_blocks=16)
@@ -85,6 +98,25 @@ def trunk_run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     """A run of 8 steps on 2 ranks, never interrupted, and the tokens of its steps."""
     folder = tmp_path_factory.mktemp("trunks") / "trunk"
     return folder, train_ranks(2, folder, dataset)
+
+
+def test_a_decayed_run_is_trained_on_from_before_its_decay(dataset: Path, tmp_path: Path) -> None:
+    """By the command that it prints. On a resume a line says that the rate jumps."""
+    folder = tmp_path / "a run"
+    branch = tmp_path / "branch"
+    names = ("run.run", "optim")
+    given = [*SMALL, "--lr_scheduler.schedule=wsd", "--lr_scheduler.decay_fraction=0.25", f"--data.datasets={dataset}"]
+    given.append(f"--run.folder={folder}")
+    (said,) = run_ranks(1, run_and_log, given, names, start_group=False)
+    (line,) = [line for line in said if "train on:" in line]
+    words = shlex.split(line.partition(":")[2])
+    assert words == ["./run_llama_train.sh", f"--checkpoint.branch_from={folder}@4", "--training.steps=16"]
+    run_ranks(1, run_and_log, [*words[1:], f"--run.folder={branch}"], names, start_group=False)
+    assert column(branch, "lr")[:8] == [3e-4] * 8  # of steps 5 to 12
+    (said,) = run_ranks(1, run_and_log, [*given, "--training.steps=16"], names, start_group=False)
+    assert [line for line in said if "the learning rate goes from" in line and "to 3.0e-04" in line]
+    (said,) = run_ranks(1, run_and_log, [*given, "--training.steps=17"], names, start_group=False)
+    assert not [line for line in said if "the learning rate goes from" in line]
 
 
 @pytest.mark.parametrize("ranks", [2, 1])

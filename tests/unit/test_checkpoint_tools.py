@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint import CheckpointError
+from checkpoint.loading import locate
 from checkpoint.manifest import committed, encode_manifest, read_manifest, sha256
 from storage import open_store
 from tests.distributed.checkpoint_runs import Run, flip_bit
@@ -96,6 +97,18 @@ def test_what_a_run_removes_while_it_is_verified_is_not_damaged(folder, tool, mo
     assert code == 0
     assert f"{oldest.name}: removed during this check" in text
     assert text.count("intact") == 1
+
+
+def test_of_a_run_only_its_place_of_checkpoints_is_read(folder, tmp_path_factory):
+    """Beside it there may be anything, such as links to a folder that holds the run."""
+    run = tmp_path_factory.mktemp("runs") / "run"
+    shutil.copytree(folder, run / "checkpoints")
+    (run / "config.toml").touch()
+    for link in ("up", "up again"):
+        (run / link).symlink_to("..")
+    assert {store.url for store, _ in locate(run)} == {str(run / "checkpoints")}
+    with pytest.raises(CheckpointError, match=rf"ru: does not exist; did you mean {run}\?"):
+        locate(run.parent / "ru")
 
 
 def test_one_without_a_manifest_was_never_committed(folder, tool):

@@ -22,8 +22,8 @@ from transformers import (
 
 from config import TitaniteError, command_line
 from data.chat import chat_of
-from data.tokenizer import Tokenizer
-from generate import main
+from data.tokenizer import Tokenizer, load_tokenizer
+from generate import encode_record, main, messages_of
 from models.generation import Request, TextStream, generate, sample
 from models.llama.model import Llama
 from models.trained import load_from_arguments, load_trained
@@ -32,7 +32,8 @@ from tools.hf import main as checkpoint_hf
 
 CPU = torch.device("cpu")
 CHATML = (
-    "{{ bos_token }}{% for message in messages %}\n  {% if message.role == 'nobody' %}{% break %}{% endif %}"
+    "{{ bos_token }}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for message in messages %}\n  {% if message.role == 'nobody' %}{% break %}{% endif %}"
     "{{ '<|im_start|>' + message.role + '\n' }}{% if message.role == 'assistant' %}"
     "{% generation %}{{ message.content + '<|im_end|>' }}{% endgeneration %}"
     "{% elif message.role == 'tool' %}{{ message.content | tojson + '<|im_end|>' }}"
@@ -262,12 +263,13 @@ def test_a_text_that_may_outgrow_the_trained_length_is_warned_of(
             assert capsys.readouterr().err.count(said) == warned
 
 
-def answered(imported: Path, *messages: dict[str, str]) -> str:
+def answered(imported: Path, *messages: dict[str, str], tools: Any = None) -> str:
     """What transformers' likeliest tokens say to a conversation."""
     tokenizer = AutoTokenizer.from_pretrained(imported.parent / "hf")
     model = LlamaForCausalLM.from_pretrained(imported.parent / "hf")
     ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
-    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    options = {"tools": tools, "add_generation_prompt": True, "return_tensors": "pt"}
+    prompt = tokenizer.apply_chat_template(messages, **options)["input_ids"]
     made = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=ends, pad_token_id=0)
     return tokenizer.decode(made[0, prompt.shape[1] :], skip_special_tokens=True)
 
@@ -291,12 +293,20 @@ def test_a_chat_goes_on_from_what_was_said(
 def test_conversations_of_a_file_are_answered_as_by_transformers(
     imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = [{"role": "user", "content": text} for text in ("Hi", "A longer question", "x")]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": [user]}) + "\n" for user in asked))
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
+    asked = [{"messages": [{"role": "user", "content": text}]} for text in ("Hi", "A longer question", "x")]
+    asked.append({**asked[0], "tools": tools})
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     words = ["--chats-file", str(tmp_path / "chats.jsonl"), "--temperature=0", "--max-tokens=12", "--batch-size=2"]
     main([str(imported), *words])
-    for user, line in zip(asked, capsys.readouterr().out.splitlines(), strict=True):
-        assert json.loads(line)["messages"] == [user, {"role": "assistant", "content": answered(imported, user)}]
+    answers = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for row, found in zip(asked, answers, strict=True):
+        answer = answered(imported, *row["messages"], tools=row.get("tools"))
+        assert found == {**row, "messages": [*row["messages"], {"role": "assistant", "content": answer}]}
+    theirs = AutoTokenizer.from_pretrained(imported.parent / "hf")
+    expected = theirs.apply_chat_template(asked[0]["messages"], tools, add_generation_prompt=True)["input_ids"]
+    assert encode_record(load_tokenizer(imported.parent / "hf"), messages_of(asked[3])) == expected
+    assert "clock" in theirs.decode(expected)
 
 
 @pytest.mark.parametrize(

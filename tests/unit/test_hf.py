@@ -132,6 +132,15 @@ def test_an_export_has_the_tokens_that_are_declared_and_stops_where_answers_end(
         assert config.pad_token_id == raw.token_to_id("<|pad|>")
 
 
+def test_two_ends_of_a_config_without_generation_config_are_exported(llama):
+    edit(llama / "hf", eos_token_id=[3, 5])
+    import_model(llama / "hf", str(llama / "new"))
+    export_model(str(llama / "new"), llama / "back")
+    model = LlamaForCausalLM.from_pretrained(llama / "back")
+    own = load_tokenizer(llama / "hf").eos_id
+    assert model.generation_config.eos_token_id == model.config.eos_token_id == [3, 5, own]
+
+
 def test_float16_is_written_unless_a_weight_is_too_large_for_it(llama):
     hf.main(["export", str(llama / "ours"), str(llama / "back"), "--dtype=float16"])
     back = LlamaForCausalLM.from_pretrained(llama / "back", dtype="auto")
@@ -273,6 +282,7 @@ def test_a_model_that_cannot_be_run_or_read_is_refused_before_anything_is_writte
         (["import", "hf", "ours"], "ours: exists"),
         (["import", "hf", "s3:/bucket/x"], "~ written out, or s3://bucket/prefix"),
         (["export", "ours", "hf"], "hf: exists; name a new folder"),
+        (["export", "our", "new"], "our: does not exist; did you mean ours"),
         (["export", "ours", "new", "--tokenizer=nowhere"], r"nowhere: no tokenizer\.json found"),
         (["export", "ours", "s3://bucket/x"], None),
     ],
@@ -304,6 +314,12 @@ def test_a_wrong_result_is_found_and_leaves_nothing(llama, monkeypatch):
     with pytest.raises(CheckpointError, match="logits differ from those of transformers"):
         export_model(str(llama / "ours"), llama / "back", dtype="float32")
     assert sorted(path.name for path in llama.iterdir()) == ["hf", "ours"]
+
+
+def test_keys_that_nobody_reads_are_warned_of(llama, caplog):
+    edit(llama / "hf", clip_qkv=8.0)
+    import_model(llama / "hf", str(llama / "new"))
+    assert "clip_qkv = 8.0" in caplog.text
 
 
 def test_without_transformers_it_is_said_that_nothing_was_compared(llama, monkeypatch, caplog):
