@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config import Config, ConfigError, TitaniteError, file_errors, to_toml
-from storage.records import open_records, write_atomically
+from storage.records import append_record, open_records, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -383,7 +383,7 @@ class MetricsLogger:
         self.last = row
         if self.file:
             with self.writing(self.file.name):
-                print(json.dumps(row), file=self.file, flush=True)
+                append_record(self.file, row)
         if self.board:
             with self.writing(self.board.log_dir):
                 for name, value in grouped(row).items():

@@ -45,11 +45,11 @@ class Setup:
     model: nn.Module  # on the meta device, with its float8 layers
     groups: list[str]  # a line for each group of weights, if there are any
 
-    def check_folder(self, folder: Path) -> list[str]:
+    def check_folder(self, folder: Path) -> str:
         """Find what is wrong with going on in the run's folder. For rank 0. Returns its checkpoints' names."""
         self.data.check_run(folder)
         check_optim(self.config, folder)
-        return check_checkpoints(self.config, self.identity, folder, self.data, self.environment.job)
+        return check_checkpoints(self.config, self.identity, folder, self.data)
 
 
 def set_up(config: Config, environment: LaunchEnvironment) -> Setup:

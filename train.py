@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.stateful import Stateful
 
 from checkpoint.manager import CheckpointManager
 from config import Config, load_config
@@ -89,8 +90,10 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         islands = OuterOptimizer(optimizer, mesh.islands, config.parallelism) if mesh.islands is not None else None
         allocate = partial(allocate_state, islands or optimizer)
         refresh_weights = build_refresh(parts, config)
+        guard = BadSteps(config.failures, run.folder, config.checkpoint.enable)
+        stateful: dict[str, Stateful] = {"dataloader": data, "bad_steps": guard}
         checkpoint = CheckpointManager(
-            config, run.folder, parts, optimizer, data, setup.identity, allocate,
+            config, run.folder, parts, optimizer, stateful, setup.identity, allocate,
             start=run.this_start, on_commit=run.saved, on_progress=watchdog.alive, section=watchdog.section,
         )  # fmt: skip
         step = checkpoint.load()
@@ -98,7 +101,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         if islands:
             islands.begin()
         refresh_weights()
-        guard = BadSteps(config.failures, run.folder, step, config.checkpoint.enable, checkpoint.last_saved)
+        guard.start(step, checkpoint.last_saved)
         run.start_steps(step, checkpoint.ranks)
         metrics = MetricsLogger(config, run.folder, rank, environment.world_size, device, step, run.writing)
         names = term_names(training.z_loss)

@@ -37,6 +37,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from benchmarks.report import add_row, build_parser, finish
+from checkpoint.lease import take_lease
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import committed
 from checkpoint.state import model_tensors, optimizer_tensors
@@ -75,6 +76,7 @@ def build(layers: int, dim: int, url: str, **settings: Any) -> tuple[CheckpointM
         state["exp_avg_sq"].to_local().normal_()
     config = Config(checkpoint=Checkpoint(folder=url, keep=1, **settings))
     manager = build_manager(config, [model], optimizer)
+    manager.ranks.from_rank_0(lambda: take_lease(manager.store, manager.start))
     state = {"model": model_tensors([model]), "optimizer": optimizer_tensors([model], optimizer)}
     tensors = [*state["model"].values(), *state["optimizer"].values()]
     return manager, state, sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)

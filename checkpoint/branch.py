@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from config import ConfigError
 from storage.records import write_atomically
 
 PARENT = "parent.json"
@@ -15,20 +16,25 @@ class Parent(NamedTuple):
 
     place: str  # of the parent, as checkpoint.branch_from named it
     step: int
-    run: str  # the parent's name
+    run: str  # the folder from which the parent saved that step
     tokens: int  # that it had consumed
 
     @property
     def folder(self) -> Path:
-        """The parent's run folder: `place`, or where that run first started."""
+        """The parent's run folder: `place`, or the one from which it saved."""
         named = Path(self.place)
         return named if (named / "config.toml").is_file() else Path(self.run.rpartition(":")[2])
 
 
 def read_parent(folder: Path) -> Parent | None:
-    """The parent of the run in `folder`, None if it is no branch."""
+    """The parent of the run in `folder`, None if it is no branch. Raises ConfigError."""
     file = folder / PARENT
-    return Parent(**json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else None
+    if not file.is_file():
+        return None
+    try:
+        return Parent(**json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{file}: is damaged: {error}") from None
 
 
 def record_parent(folder: Path, parent: Parent | None) -> Parent | None:

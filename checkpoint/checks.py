@@ -9,12 +9,12 @@ from typing import Any
 from checkpoint import CheckpointError
 from checkpoint.branch import Parent, find_fork, read_parent, split_place
 from checkpoint.companions import check_vocabulary
+from checkpoint.lease import check_owner, read_run_id
 from checkpoint.loading import check_identity, load_newest, locate, open_place
 from checkpoint.manifest import Opened, committed, step_of
-from checkpoint.owner import check_owner
-from checkpoint.ranks import Ranks
 from config import Config, ConfigError, TitaniteError
 from data.loader import DataLoader
+from parallel.ranks import Ranks
 from storage import LocalStore, StoreError, join
 
 
@@ -32,17 +32,17 @@ def check_settings(config: Config) -> None:
 
 
 def check_checkpoints(
-    config: Config, identity: dict[str, Any], run_folder: Path, data: DataLoader | None = None, job: str = ""
-) -> list[str]:
+    config: Config, identity: dict[str, Any], run_folder: Path, data: DataLoader | None = None
+) -> str:
     """Refuse a run that could not save or resume, or that cannot begin as set. For rank 0. Raises TitaniteError.
 
-    `data`, if given, must suit what the run begins from. `job`: that of this start. Nothing is left
-    behind. Returns the names of the checkpoints in the run's place, its own.
+    `data`, if given, must suit what the run begins from. Nothing is left behind. Returns the run's id, which is new if
+    the run is.
     """
     settings = config.checkpoint
     if not settings.enable:
         _check_beginning(config, identity, None, data)
-        return []
+        return read_run_id(run_folder) or secrets.token_hex(8)
     store = open_place(config, run_folder)
     try:
         store.check_writable()
@@ -50,7 +50,7 @@ def check_checkpoints(
         what = f"checkpoint.folder = {store.url!r}: cannot be written to and read back"
         raise type(error)(f"{what}: {error}") from None
     own = committed(store)
-    check_owner([(store, name) for name in own], run_folder, job)
+    run = check_owner(store, own, run_folder)
     parent = read_parent(run_folder)
     if own:
         reached = step_of(own[0])
@@ -64,7 +64,7 @@ def check_checkpoints(
         _check_same_branch(settings.branch_from, run_folder, parent)
     if not own:  # a run with checkpoints of its own no longer needs another's
         _check_beginning(config, identity, parent, data)
-    return own
+    return run
 
 
 def _check_same_branch(branch_from: str, run_folder: Path, parent: Parent | None) -> None:

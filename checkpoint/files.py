@@ -3,7 +3,7 @@
 import io
 import struct
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import IO, Any, NamedTuple, cast
@@ -17,12 +17,13 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _split_by_size_and_type, _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
 from torch.utils.serialization import config as serialization
 
 from checkpoint import CheckpointError
 from checkpoint.manifest import ChecksumError, Opened, checked_twice, path_of
-from checkpoint.ranks import Ranks
-from storage import DamagedError, Store
+from parallel.ranks import Ranks
+from storage import DamagedError, LocalStore, Store, retry
 
 FILES = 2  # per rank, written at the same time
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this size
@@ -110,10 +111,16 @@ def write_items(
                 written[item.index] = info
         return written
 
+    # What an S3 store tries again are its requests; after a failed fsync a file has to be written anew.
+    seconds = store.retry_seconds if isinstance(store, LocalStore) else 0
+
+    def write_again(file: str, items: Sequence[WriteItem]) -> Written:
+        return retry(partial(write, file, items), seconds)
+
     written = {}
     names = [f"__{rank}_{number}.distcp" for number in range(FILES)]
     with ThreadPoolExecutor(FILES) as threads:
-        for own in threads.map(write, names, files):
+        for own in threads.map(write_again, names, files):
             written.update(own)
     return written
 
@@ -191,6 +198,31 @@ def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = l
         wanted.setdefault(part.storage_index, []).append(part)
     items = [_Item(metadata.storage_data[index], index, parts) for index, parts in wanted.items()]
     _read_items(opened, items, copy)
+
+
+@torch.no_grad()
+def read_average(
+    checkpoints: Sequence[Opened],
+    factors: Sequence[float],
+    tensors: Mapping[str, Tensor],
+    on_progress: Callable[[], None] = lambda: None,
+) -> None:
+    """Fill weights, each or this rank's part, with the sum over checkpoints times their factors, one after another.
+
+    Sums are in float64, of one weight at a time. Raises what `read_state` does; weights may then be filled in part.
+    """
+    for name, tensor in tensors.items():
+        values = local_part(tensor)
+        total = torch.zeros_like(values, dtype=torch.float64)
+        for opened, factor in zip(checkpoints, factors, strict=True):
+            read_state(opened, {"model": {name: tensor}}, on_progress)
+            total.add_(values, alpha=factor)
+        values.copy_(total)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor, sharing memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def verify_items(opened: Opened, progress: Callable[[int], None]) -> None:

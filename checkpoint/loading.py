@@ -10,9 +10,8 @@ from typing import Any, TypeVar
 from checkpoint import CheckpointError
 from checkpoint.branch import split_place
 from checkpoint.manifest import MANIFEST, METADATA, Manifest, Opened, committed, open_checkpoint, step_of
-from checkpoint.owner import own_checkpoints
-from checkpoint.ranks import Ranks
-from config import Config, close_match, tomllib
+from config import Config, ConfigError, close_match, tomllib
+from parallel.ranks import Ranks
 from storage import DamagedError, Store, join, open_store
 
 T = TypeVar("T")
@@ -28,25 +27,15 @@ def open_place(config: Config, run_folder: Path) -> Store:
 def locate(place: str | Path, retry_seconds: float = 180) -> list[tuple[Store, str]]:
     """(store, name) of the checkpoints at `place`, newest first; see `find`.
 
-    `place` may end in @STEP. A run folder stands for the checkpoints that it knows: others
-    there may be those of a copy, or of the original.
+    `place` may end in @STEP.
     """
     place, step = split_place(str(place))
     store, names = find(place, committed, retry_seconds)
-    found = [(store, name) for name in names]
-    own = own_checkpoints(Path(place), found)
-    if not own:
-        unknown = join(found[0][0].url, found[0][1])
-        raise CheckpointError(
-            f"{place}: is a copy of a run, or an older state of it, and does not know {unknown}: name that itself"
-        )
-    if not step:
-        return own
-    chosen = [pair for pair in own if step_of(pair[1]) == int(step)]
+    chosen = [name for name in names if not step or step_of(name) == int(step)]
     if not chosen:
-        steps = dict.fromkeys(str(step_of(name)) for _, name in own)
+        steps = dict.fromkeys(str(step_of(name)) for name in names)
         raise CheckpointError(f"{place}: no checkpoint of step {step}, only of {', '.join(steps)}")
-    return chosen
+    return [(store, name) for name in chosen]
 
 
 def find(
@@ -56,13 +45,12 @@ def find(
 
     A single checkpoint has the name "". Raises CheckpointError if there is no checkpoint.
     """
+    file = Path(place) / "config.toml"
     urls = [str(place), join(place, "checkpoints")]
-    folder = Path(place)
-    if (folder / "config.toml").is_file():  # of a run of any version
-        settings = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8")).get("checkpoint", {})
-        urls = [settings.get("folder") or urls[1]]  # not the whole folder, which may hold much else
-    elif "://" not in str(place) and not folder.exists():
-        nearby = [str(near) for near in folder.parent.glob("*/")]
+    if file.is_file():
+        urls = [_recorded_place(file) or urls[1]]  # not the whole folder, which may hold much else
+    elif "://" not in str(place) and not Path(place).exists():
+        nearby = [str(near) for near in Path(place).parent.glob("*/")]
         raise CheckpointError(f"{place}: does not exist{close_match(str(place), nearby)}")
     for url in urls:
         store = open_store(url, retry_seconds)
@@ -72,6 +60,15 @@ def find(
         if names:
             return store, names
     raise CheckpointError(f"{place}: no checkpoint in {' nor in '.join(urls)}")
+
+
+def _recorded_place(file: Path) -> str:
+    """`checkpoint.folder` in the recorded config of a run of any version, "" if it is not set. Raises ConfigError."""
+    try:
+        folder = tomllib.loads(file.read_text(encoding="utf-8")).get("checkpoint", {}).get("folder", "")
+        return str(folder)
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{file}: is damaged: {error}") from None
 
 
 def load_newest(

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils._pytree import tree_map
 
-from checkpoint import CheckpointError, files, loading
-from checkpoint.averaging import local_part, read_average
+from checkpoint import CheckpointError, files
 from checkpoint.branch import Parent, find_fork, read_parent, record_parent, split_place
 from checkpoint.checks import check_shared
 from checkpoint.companions import declared_by
-from checkpoint.files import State, WritePlan, Written, read_state
-from checkpoint.loading import load_newest, locate
+from checkpoint.files import State, WritePlan, Written, local_part, read_average, read_state
+from checkpoint.lease import SAVED, Start, check_lease, check_owner, new_start, read_mark, take_lease
+from checkpoint.loading import check_identity, check_same_names, load_newest, locate, open_place
 from checkpoint.manifest import (
     Manifest,
     Opened,
@@ -33,16 +33,14 @@ from checkpoint.manifest import (
     new_checkpoint_name,
     open_checkpoint,
 )
-from checkpoint.owner import Start, check_claim, new_start, read_known, record_known, run_name
-from checkpoint.ranks import Ranks
 from checkpoint.retention import Retention, check_room
 from checkpoint.state import Staging, model_tensors, optimizer_tensors, random_state, tensors_to_fill
 from config import Config, TitaniteError, differences, from_dict, read_recorded, to_toml, value_text
 from data.ledger import saved_position
+from parallel.ranks import Ranks
 from storage import LocalStore, Store, StoreError, join
 from storage.records import write_atomically
 
-SAVED = ".saved"  # in the run's folder: names the last committed checkpoint
 LOWEST_PRIORITY = 19  # a `nice` value
 
 logger = logging.getLogger(__name__)
@@ -60,7 +58,7 @@ class CheckpointManager:
         run_folder: Path,
         model: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
-        dataloader: Stateful,
+        stateful: Mapping[str, Stateful],
         identity: dict[str, Any],
         allocate_state: Callable[[], None],
         *,
@@ -72,18 +70,19 @@ class CheckpointManager:
         """`identity` (JSON-able) says what the model is. A checkpoint with another identity is refused.
 
         `start`: the run's start that saves, as the run's folder records it; that of rank 0 counts.
-        `dataloader` knows its position in the data: a small JSON-able dict, the same on all ranks.
+        `stateful`: the run's other parts with a state, a small JSON-able dict that is the same on all ranks: one is
+        "dataloader", which knows the position in the data.
         `allocate_state` gives the optimizer the state that a load fills, without a step.
         `on_commit` is called on every rank with the step of each committed checkpoint, by the
-        background thread in mode `async`. Any thread calls `on_progress` as bytes move. The context
-        `section("load")` or `section("checkpoint")` is around whatever waits for them.
+        background thread in mode `async`. Any thread calls `on_progress` as bytes move. The context `section("load")` or `section("checkpoint")` is around whatever waits
+        for them.
         """
         self.config = config
         self.settings = config.checkpoint
         self.run_folder = run_folder
         self.model = model
         self.optimizer = optimizer
-        self.dataloader = dataloader
+        self.stateful = stateful
         self.identity = identity
         self.allocate_state = allocate_state
         self.on_commit = on_commit
@@ -99,9 +98,8 @@ class CheckpointManager:
             self.model_bytes.update(part)
         self.parent: Parent | None = None  # where this run branched from
         self.declared: dict[str, Any] = {}  # by the Hugging Face model that the weights come from
-        self.run = self.ranks.from_rank_0(lambda: run_name(run_folder))
         self.start = start or new_start(run_folder)
-        self.store = loading.open_place(config, run_folder)
+        self.store = open_place(config, run_folder)
         self.retention = Retention(self.store, self.settings, self.start)  # of rank 0
         self.newest_step: int | None = None  # of the last save or load
         self.background = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
@@ -129,7 +127,8 @@ class CheckpointManager:
     def _load(self) -> int:
         if isinstance(self.store, LocalStore):
             check_shared(self.store, self.ranks)
-        own = self.ranks.from_rank_0(self._take_place)
+        checkpoint_bytes = self._count_bytes()
+        own, others_may_write = self.ranks.from_rank_0(partial(self._take_place, checkpoint_bytes))
         parent = self.ranks.from_rank_0(partial(read_parent, self.run_folder))
         fork = find_fork(self.settings.branch_from, parent)
         resumed = ""
@@ -138,7 +137,9 @@ class CheckpointManager:
             opened, _, damaged = load_newest(own or self._locate(fork), self.ranks, self._fill)
             manifest = opened.manifest
             resumed = opened.name
-            self.dataloader.load_state_dict(manifest["dataloader"])
+            for name, part in self.stateful.items():
+                if name in manifest:  # an earlier version may have saved fewer
+                    part.load_state_dict(manifest[name])
             self.declared = declared_by(opened)
             self.newest_step = manifest["step"]
             recorded = manifest.get("parent")
@@ -146,7 +147,8 @@ class CheckpointManager:
                 parent = Parent(**recorded) if recorded else None
             else:
                 tokens = saved_position(manifest["dataloader"]).tokens
-                parent = Parent(split_place(fork)[0], manifest["step"], manifest.get("run", ""), tokens)
+                folder = manifest.get("start", {}).get("folder", manifest.get("run", ""))
+                parent = Parent(split_place(fork)[0], manifest["step"], folder, tokens)
             self.parent = self.ranks.from_rank_0(partial(record_parent, self.run_folder, parent))
             how = "resumed" if own else "branched"
             logger.info(f"{how} from {opened.url}, world size {manifest['world_size']} then")
@@ -155,7 +157,7 @@ class CheckpointManager:
         else:
             self._load_initial()
         if self.ranks.is_coordinator:  # killed saves, or a kill after a commit, have left what may fill the disk
-            self.retention.start(resumed, damaged)
+            self.retention.start(resumed, damaged, others_may_write)
         return self.newest_step or 0
 
     def _log_changes(self, recorded: str) -> None:
@@ -165,27 +167,34 @@ class CheckpointManager:
             if key not in ("run.folder", "checkpoint.branch_from"):
                 logger.info(f"branch: {key} was {value_text(old)}, is now {value_text(new)}")
 
-    def _take_place(self) -> list[tuple[Store, str]]:
-        """Claim the place of this run's checkpoints, if it has room. Returns what is there, newest first.
+    def _count_bytes(self) -> int:
+        """Bytes of the tensors of a checkpoint, from the state that the optimizer makes itself. Collective."""
+        self.allocate_state()
+        tensors = optimizer_tensors(self.model, self.optimizer)
+        sizes = {name: value.nbytes for name, value in tensors.items()}
+        self.optimizer.state.clear()  # a weight without a gradient keeps none
+        for part in self.ranks.all_gather_object(sizes):
+            sizes.update(part)
+        return sum(self.model_bytes.values()) + sum(sizes.values())
 
-        For rank 0. Raises CheckpointError if nothing is there although it was saved.
+    def _take_place(self, checkpoint_bytes: int) -> tuple[list[tuple[Store, str]], bool]:
+        """Take the lease of the place of this run's checkpoints, if it has room. For rank 0.
+
+        Returns what is there, newest first, and whether an earlier start may still write. Raises CheckpointError if
+        nothing is there although it was saved.
         """
-        own = [(self.store, name) for name in committed(self.store)]
-        saved = self.run_folder / SAVED
-        if not own and saved.is_file():
+        names = committed(self.store)
+        check_owner(self.store, names, self.run_folder)  # again: another run may have begun to save there meanwhile
+        saved = read_mark(self.run_folder / SAVED)
+        if not names and saved:
             raise CheckpointError(
-                f"{self.store.url}: no checkpoint found, but this run has saved {saved.read_text()}; "
+                f"{self.store.url}: no checkpoint found, but this run has saved {saved}; "
                 "set checkpoint.folder to where it is now, or another run.folder for a new run"
             )
-        moments = 1 if self.config.optimizer.state_dtype == "bfloat16" else 2  # of the weights' size
-        if self.config.parallelism.local_steps:
-            moments += 1  # of the islands
-        check_room(self.store, self.settings, (1 + moments) * sum(self.model_bytes.values()))
-        self.retention.claim()
-        known = read_known(self.run_folder) or set()
-        with suppress(OSError):  # then the next start asks again
-            record_known(self.run_folder, {name for _, name in own} - known)  # it was checked, and is the run's
-        return own
+        if isinstance(self.store, LocalStore):
+            check_room(self.store, self.settings, checkpoint_bytes)
+        others_may_write = take_lease(self.store, self.start)
+        return [(self.store, name) for name in names], others_may_write
 
     def _locate(self, place: str) -> list[tuple[Store, str]]:
         return self.ranks.from_rank_0(partial(locate, place, self.config.comm.store_retry_seconds))
@@ -200,8 +209,8 @@ class CheckpointManager:
 
     def _fill(self, opened: Opened, weights_only: bool = False) -> None:
         """Load model, optimizer and, at the same world size, random states from a checkpoint and check each byte."""
-        loading.check_identity(opened.manifest, self.identity)
-        loading.check_same_names(opened, self.model_bytes)
+        check_identity(opened.manifest, self.identity)
+        check_same_names(opened, self.model_bytes)
         state: State = {"model": model_tensors(self.model)}
         random_states = {}
         if not weights_only:
@@ -283,11 +292,11 @@ class CheckpointManager:
         facts = {
             "step": step,
             "world_size": self.ranks.size,
-            "run": self.run,
+            "run": self.start.run,
             "start": self.start._asdict(),
             "identity": self.identity,
             **self.declared,
-            "dataloader": self.dataloader.state_dict(),
+            **{name: part.state_dict() for name, part in self.stateful.items()},
             "parent": self.parent._asdict() if self.parent else None,
             "config": to_toml(self.config),
         }
@@ -341,7 +350,7 @@ class CheckpointManager:
         started = time.monotonic()
         write = partial(files.write_items, self.store, name, self.ranks.rank, plan.files, resolve, self.on_progress)
         with self._unless_taken_over():
-            self.ranks.from_rank_0(partial(check_claim, self.store, self.start))  # again before the commit
+            self.ranks.from_rank_0(partial(check_lease, self.store, self.start))  # again before the commit
             written = self.ranks.together(write)
             gathered = self.ranks.gather_object(written) or []
             self.ranks.from_rank_0(lambda: self._commit(name, plan, gathered, facts))
@@ -352,12 +361,8 @@ class CheckpointManager:
         logger.info(f"checkpoint {name} saved in {time.monotonic() - started:.1f} s")
 
     def _commit(self, name: str, plan: WritePlan, written: list[Written], facts: Manifest) -> None:
-        """Commit a checkpoint, unless a later start has claimed the place. For rank 0."""
-        check_claim(self.store, self.start)
-        try:
-            record_known(self.run_folder, [name])  # first: after a kill in between the checkpoint is no stranger
-        except OSError:  # the disk may be full; the checkpoint is safe anyway
-            facts = facts | {"unrecorded": True}
+        """Commit a checkpoint, unless a later start has taken the place. For rank 0."""
+        check_lease(self.store, self.start)
         commit(self.store, name, plan.metadata, written, facts)
 
     @contextmanager
@@ -367,7 +372,7 @@ class CheckpointManager:
             yield
         except TitaniteError:
             with suppress(StoreError):
-                self.ranks.from_rank_0(partial(check_claim, self.store, self.start))
+                self.ranks.from_rank_0(partial(check_lease, self.store, self.start))
             raise
 
     def _tidy(self, name: str) -> None:

@@ -6,7 +6,6 @@ it, and a checksum of the rank's own.
 tools.audit proves by it what a run was trained on.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,7 +18,7 @@ from isal import isal_zlib
 from config import Config, ConfigError, Training, file_errors, parse_schedule
 from data.order import Segment
 from data.shards import DataError, Dataset
-from storage.records import open_records, read_records
+from storage.records import append_record, open_records, read_records
 
 STATE_VERSION = 3
 ENDLESS = 2**62  # more steps and tokens than any run has
@@ -191,8 +190,7 @@ class Ledger:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         with self._writing(self._file.name):
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            append_record(self._file, line)
 
 
 def checksum(tokens: Iterable[np.ndarray], crc: int = 0) -> int:

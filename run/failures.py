@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from config import Config, ConfigError, Failures, TitaniteError, file_errors
 from run.processes import LaunchEnvironment, from_rank_0
-from storage.records import open_records, read_records
+from storage.records import open_records, read_edited
 
 logger = logging.getLogger(__name__)
 
@@ -43,25 +44,44 @@ class BadSteps:
     that writes no checkpoints neither reads nor writes the file.
     """
 
-    def __init__(self, failures: Failures, folder: Path, step: int, saves: bool, last_saved: Callable[[], int | None]):
-        """For a start after `step` that `saves` checkpoints or not. Collective.
-
-        `last_saved` waits for the save under way and returns the step of the newest, None if there is none.
-        """
+    def __init__(self, failures: Failures, folder: Path, saves: bool):
+        """For a start that `saves` checkpoints or not."""
         self.settings = failures
         self.file = folder / SKIPPED
         self.saves = saves
-        self.last_saved = last_saved
-        records = from_rank_0(lambda: read_records(self.file) if saves else [])
-        self.incidents = len(records)
+        self.last_saved: Callable[[], int | None] = lambda: None
+        self.incidents = 0
         self.skipped = set[int]()
-        for record in records:
-            self.skipped.update(range(record["first"], record["last"] + 1))
+        self.good: deque[list[float]] = deque(maxlen=SIGMA_WINDOW)  # loss and gradient norm of good steps
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the figures of the last good steps."""
+        return {"good": list(self.good)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Judge the next steps by the good ones before a checkpoint."""
+        self.good.extend(state["good"])
+
+    def start(self, step: int, last_saved: Callable[[], int | None]) -> None:
+        """Read which steps after `step` to leave out. Collective. Raises ConfigError for a damaged record.
+
+        `last_saved` waits for the save under way and returns the step of the newest, None if there is none.
+        """
+        self.last_saved = last_saved
+        records = from_rank_0(self._read)
+        self.incidents = len(records)
+        for left_out in records:
+            self.skipped.update(left_out)
         to_come = sorted(skipped for skipped in self.skipped if skipped > step)
         if to_come:
             steps = f"{to_come[0]} to {to_come[-1]} ({len(to_come)})"
             logger.info(f"steps left out again: {steps}; to train on them remove their lines from {self.file}")
-        self.good: deque[list[float]] = deque(maxlen=SIGMA_WINDOW)  # loss and gradient norm of good steps
+
+    def _read(self) -> list[range]:
+        """The steps of each record."""
+        if not self.saves:
+            return []
+        return read_edited(self.file, "first and last", lambda record: range(record["first"], record["last"] + 1))
 
     def accepts(self, step: int, loss: Tensor, grad_norm: Tensor) -> bool:
         """Whether the update of a step is to be made; the same on all ranks. Waits for the device if it has to judge.

@@ -10,7 +10,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import config as settings
+from checkpoint.lease import RUN_ID, SAVED, Start, new_start, read_mark, read_run_id
 from checkpoint.loading import model_differences
-from checkpoint.owner import RUN_NAME, Start, new_start, read_known, record_known, run_name
 from config import Config, ConfigError, TitaniteError, file_errors
 from run.code import code_changes, git_commit, package_versions
 from run.processes import LaunchEnvironment
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 STARTS = "starts.jsonl"
 EXIT = "exit.json"
+STOP = "stop"  # a person's request to end the run between two steps
 RUNNING = ".running"  # locked by rank 0 of the running start
 SUPERSEDED = ".superseded."  # and a node's name: its start ended after another had taken the folder over
 STARTED = ".started"  # on each node, with other content for each recorded start; launch/node.sh compares it
@@ -54,7 +55,10 @@ def _check_model(folder: Path, identity: dict[str, Any]) -> None:
     file = folder / "model.json"
     if not file.is_file():
         return
-    different = model_differences(json.loads(file.read_text(encoding="utf-8")), identity)
+    try:
+        different = model_differences(json.loads(file.read_text(encoding="utf-8")), identity)
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{file}: is damaged: {error}; put back what it said, or begin a new run") from None
     if different:
         hint = "leave run.folder empty for a new run, or give a new job another --rdzv-id"
         raise ConfigError(f"{folder} holds a run with another model: {different}; {hint}")
@@ -96,19 +100,17 @@ def start_run(
     config: Config,
     identity: dict[str, Any],
     environment: LaunchEnvironment,
-    check: Callable[[Path], Iterable[str]],
+    check: Callable[[Path], str],
     save: Callable[[Path], None],
 ) -> tuple[Path, Start, dict[str, tuple[Any, Any]]]:
     """Choose, check and lock the run's folder, record this start, `save` last.
 
-    Returns the folder, the start and what changed. `check` returns the names of the run's checkpoints. Rank 0 only.
-    Raises TitaniteError.
+    Returns the folder, the start and what changed. `check` returns the run's id. Rank 0 only. Raises TitaniteError.
     """
     with file_errors():
         folder = choose_run_folder(config, environment.job)
-        start = new_start(folder, environment.job)
         try:
-            own = check(folder)
+            run = check(folder)
         except TitaniteError:
             if not config.run.folder:
                 with suppress(OSError):  # removes only a folder made just now; any other is not empty
@@ -116,10 +118,11 @@ def start_run(
             raise
         _lock(folder)
         _check_model(folder, identity)  # again: a start that has ended meanwhile may have written there
+        if not environment.restarts:  # otherwise a person may have asked since the start before
+            _remove_stop(folder)
+        start = new_start(folder, environment.job, run)
         try:
             changed = record_start(folder, config, identity, environment.world_size, start)
-            if config.checkpoint.enable and read_known(folder) is None:
-                record_known(folder, own)
             save(folder)
         except OSError as error:  # a ConfigError, since a restart would only meet it again
             raise ConfigError(f"run.folder = {str(folder)!r}: cannot be written: {error.strerror}") from None
@@ -135,6 +138,18 @@ def _lock(folder: Path) -> None:
             f"{folder}: a start of this run is still running here, process {process}: wait for its end, ask it to "
             f"stop (touch {shlex.quote(str(folder / 'stop'))}), or give this one a run.folder of its own"
         )
+
+
+def _remove_stop(folder: Path) -> None:
+    """Take away a request to stop that came after the end of the start before. Raises ConfigError if it stays."""
+    file = folder / STOP
+    if not os.path.lexists(file):
+        return
+    try:
+        file.unlink()
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be removed: {error.strerror}; it would end this start at once") from None
+    logger.info(f"{file}: was left from before this start, and is removed")
 
 
 def hold(path: Path) -> str:
@@ -164,16 +179,16 @@ def record_start(
 ) -> dict[str, tuple[Any, Any]]:
     """Write model.json and a line of starts.jsonl, which also says how the start before ended. Rank 0 only.
 
-    Writes .run_name and config.toml only if there are none; later `record_config` replaces config.toml. Returns the
+    Writes .run_id and config.toml only if there are none; later `record_config` replaces config.toml. Returns the
     settings that differ from config.toml, dotted key → (old, new), and the key "code" if that differs from the last
     start's. Raises ConfigError.
     """
     before = _last_start(folder)
-    saves = len(read_known(folder) or ())
-    count = _count_without_progress(folder, before, start.job, saves, config.failures.restarts_without_progress)
+    saved = read_mark(folder / SAVED)
+    count = _count_without_progress(folder, before, start.job, saved, config.failures.restarts_without_progress)
     write_atomically(folder / "model.json", json.dumps(identity, indent=2).encode())  # first: it marks a run's folder
-    if not (folder / RUN_NAME).exists():
-        write_atomically(folder / RUN_NAME, f"{run_name(folder)}\n".encode())
+    if read_run_id(folder) is None:
+        write_atomically(folder / RUN_ID, f"{start.run}\n".encode())
     began = settings.recorded_config(folder)
     if began is None:
         record_config(folder, config)
@@ -182,7 +197,7 @@ def record_start(
     changed.pop("run.folder", None)
     record = {
         **start._asdict(),
-        "saves": saves,  # checkpoints so far
+        "saved": saved,  # the last checkpoint so far
         "starts_since_checkpoint": count,
         "after": read_exit(folder),
         "world_size": world_size,
@@ -227,12 +242,12 @@ def record_config(folder: Path, config: Config) -> None:
     write_atomically(folder / "config.toml", settings.to_toml(config).encode())
 
 
-def _count_without_progress(folder: Path, last: dict[str, Any], job: str, saves: int, allowed: int) -> int:
+def _count_without_progress(folder: Path, last: dict[str, Any], job: str, saved: str, allowed: int) -> int:
     """Count the starts of this job in a row without a checkpoint, including this one; not those that ended in order.
 
     Raises ConfigError above 1 + `allowed`.
     """
-    if not job or (last.get("job"), last.get("saves")) != (job, saves):
+    if not job or (last.get("job"), last.get("saved")) != (job, saved):
         return 1
     count = last["starts_since_checkpoint"]
     ended = read_exit(folder) or {"kind": "unknown", "cause": "unknown, it was killed"}
@@ -258,8 +273,10 @@ def note_start(folder: Path) -> None:
         write_atomically(folder / STARTED, f"{os.getpid()} {time.time_ns()}\n".encode())
 
 
-def record_exit(folder: Path, record: dict[str, Any], start_id: str = "") -> bool:
+def record_exit(folder: Path, record: dict[str, Any], start_id: str = "", is_refused: bool = False) -> bool:
     """Write `exit.json`, unless this start has one: its writer knew the cause. Returns whether it had none.
+
+    A finished run stays finished if this start `is_refused`.
 
     Not if a later start than `start_id` has taken the folder over: how that one ends counts. A mark tells the scheduler
     of this node (launch/node.sh) not to start this one again, which would take it back.
@@ -269,9 +286,13 @@ def record_exit(folder: Path, record: dict[str, Any], start_id: str = "") -> boo
             (folder / f"{SUPERSEDED}{socket.gethostname()}").touch()
         return False
     record = record | {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    before = _last_start(folder).get("after") or {}
+    if is_refused and before.get("kind") == "finished":
+        record = before
+    content = json.dumps(record, indent=2) + "\n"
     try:
         with open(folder / EXIT, "x", encoding="utf-8") as file:  # only one process succeeds
-            file.write(json.dumps(record, indent=2) + "\n")
+            file.write(content)
     except FileExistsError:
         return False
     except OSError as error:  # on a full disk the caller must still print its line

@@ -14,9 +14,9 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from checkpoint.ranks import Ranks
 from config import Comm, ConfigError
 from parallel.device import device_type
+from parallel.ranks import Ranks
 
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that this process gets when its parent ends

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoint.lease import RUN_ID
 from checkpoint.loading import locate
 from checkpoint.manifest import step_of
-from checkpoint.ranks import Ranks
 from config import Config, ConfigError, TitaniteError, file_errors, value_text
 from data.loader import Batch, DataLoader
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Compute
+from parallel.ranks import Ranks
 from run.exits import AGAIN, EXPLAINED, MISTAKE, SHUTDOWN, shutdown_seconds
 from run.failures import RolledBackError
 from run.folder import note_start, record_config, resume_command, start_run
@@ -104,7 +105,7 @@ def _explain(error: TitaniteError) -> int:
 class TrainingRun:
     """What a start has beside the training itself. The loop calls `begin` and `end` once a step. Raises TitaniteError.
 
-    `check` gets the folder on rank 0, before anything is written there, and returns its checkpoints' names.
+    `check` gets the folder on rank 0, before anything is written there, and returns the run's id.
     """
 
     config: Config
@@ -112,7 +113,7 @@ class TrainingRun:
     dims: ParallelDims
     data: DataLoader
     identity: dict[str, Any]
-    check: Callable[[Path], Iterable[str]]
+    check: Callable[[Path], str]
 
     def __post_init__(self) -> None:
         config = self.config
@@ -178,6 +179,7 @@ class TrainingRun:
         rank = self.environment.rank
         self._ranks = ranks
         self.watchdog.step = step
+        self.watchdog.trains = True
         self.watchdog.last_checkpoint = step or None
         if rank == 0:
             record_config(self.folder, config)
@@ -214,7 +216,8 @@ class TrainingRun:
         return losses
 
     def begin(self, step: int) -> None:
-        """Begin a step."""
+        """Begin a step. Raises ConfigError on rank 0 if the run's folder is gone."""
+        self._check_folder()
         with self.watchdog.section("profile"):  # writes a trace, after its last step
             self._trace()
         self.watchdog.enter("training", step)
@@ -225,6 +228,16 @@ class TrainingRun:
             self._end_start(self.config.comm.train_timeout_seconds)
         if step % GC_INTERVAL_STEPS == 0:
             gc.collect()
+
+    def _check_folder(self) -> None:
+        """A folder that is moved takes its open files along, and what is saved later would lie elsewhere."""
+        if self.environment.rank:
+            return
+        try:
+            os.stat(self.folder / RUN_ID)
+        except FileNotFoundError:
+            where = "was moved or removed while the run went on: put it back"
+            raise ConfigError(f"{self.folder}: {where}, then {self._resume}") from None
 
     def _end_start(self, timeout_seconds: int) -> None:
         """After the first computed step: shorter timeouts, less garbage to collect."""
@@ -275,7 +288,7 @@ class TrainingRun:
         found = []
         if decay_start:
             with contextlib.suppress(TitaniteError):  # the run is done, whatever its store says now
-                found = [step_of(name) or 0 for _, name in locate(self.folder)]
+                found = [step_of(name) for _, name in locate(self.folder)]
         return max([step for step in found if step <= decay_start], default=0)
 
     def _say_what_next(self, summary: str, decay_start: int) -> None:
@@ -300,5 +313,5 @@ class TrainingRun:
     def _check_written(self, step: int) -> None:
         if self._unwritten:
             saved = "is saved" if self.config.checkpoint.enable else "was the last"
-            again = f"make room there, then {self._resume}"
-            raise TitaniteError(f"{self._unwritten}; step {step} {saved}: {again}")
+            again = f"mend that, then {self._resume}"
+            raise type(self._unwritten)(f"{self._unwritten}; step {step} {saved}: {again}")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from config import TitaniteError
 from run.exits import SHUTDOWN, shutdown_seconds
+from run.folder import STOP
 from run.processes import LaunchEnvironment
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class StopRequest:
     def __init__(
         self, run_folder: Path, environment: LaunchEnvironment, announce_late: Callable[[], None] = lambda: None
     ):
-        self.file = run_folder / "stop"
+        self.file = run_folder / STOP
         self.environment = environment
         self.asked_by = ""
         self.elsewhere = False
@@ -136,6 +137,13 @@ class StopRequest:
             self.elsewhere = vote == A_NODE and not self.asked_by
             self.again = vote in (A_NODE, A_JOB)
             if self.environment.rank == 0:
-                self.file.unlink(missing_ok=True)
+                self._remove_file()
         for number, handler in self.before.items():
             signal.signal(number, handler)
+
+    def _remove_file(self) -> None:
+        """Remove the obeyed request. If it stays, the next start names it and ends."""
+        try:
+            self.file.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning(f"{self.file}: cannot be removed: {error.strerror}; remove it before the next start")

@@ -59,6 +59,7 @@ class Watchdog:
         self.config = config
         self.start_id = start_id
         self.step = 0
+        self.trains = False  # whether the loop has begun
         self.current = "start"  # the innermost section
         self.left_by_error = ""  # the innermost section that an exception has just left
         self.last_checkpoint: int | None = None  # that this start has read or committed
@@ -169,7 +170,8 @@ class Watchdog:
             "last_checkpoint": self.last_checkpoint,
             "next_action": action,
         }
-        is_first = record_exit(self.folder, end._asdict() | where, self.start_id)
+        is_refused = end.kind == "error" and not (self.trains or end.start_again)
+        is_first = record_exit(self.folder, end._asdict() | where, self.start_id, is_refused)
         if is_first and end.kind != "error" and not orderly:  # run_and_leave prints errors
             blamed = "" if end.rank is None else f"rank {end.rank}, "
             saved = (

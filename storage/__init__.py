@@ -5,12 +5,13 @@ Names are relative to the store and use `/`.
 
 from pathlib import Path
 
-from storage.errors import DamagedError, MissingError, OutageError, StoreError, join
+from storage.errors import DamagedError, MissingError, OutageError, StoreError, join, retry
 from storage.local import LocalStore
 from storage.s3 import S3Store
 
 __all__ = (
     "DamagedError", "LocalStore", "MissingError", "OutageError", "S3Store", "Store", "StoreError", "join", "open_store",
+    "retry",
 )  # fmt: skip
 
 Store = LocalStore | S3Store
@@ -23,4 +24,4 @@ def open_store(url: str | Path, retry_seconds: float = 180) -> Store:
         raise StoreError(f"{str(url)!r}: must be a folder or s3://bucket/prefix")
     if separator:
         return S3Store(str(url), retry_seconds)
-    return LocalStore(url)
+    return LocalStore(url, retry_seconds)

@@ -2,16 +2,29 @@
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial, wraps
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import IO
+from typing import IO, Any, TypeVar, cast
 
 import numpy as np
 
-from storage.errors import DamagedError, MissingError, StoreError, join
+from storage.errors import DamagedError, MissingError, StoreError, join, passing_errors, retry
 from storage.records import write_atomically
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def retried(method: Method) -> Method:
+    """A decorator: the method is called again for `retry_seconds` while the file system's trouble may pass."""
+
+    @wraps(method)
+    def call(store: "LocalStore", *args: Any) -> Any:
+        return retry(partial(method, store, *args), store.retry_seconds)
+
+    return cast(Method, call)
 
 
 class LocalStore:
@@ -19,10 +32,12 @@ class LocalStore:
 
     read_threads = 1  # in order, as disks prefer
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, retry_seconds: float = 180) -> None:
         self.url = str(folder)
         self.folder = Path(folder)
+        self.retry_seconds = retry_seconds
 
+    @retried
     def sizes(self, prefix: str = "") -> dict[str, int]:
         sizes: dict[str, int] = {}
         with _file_errors(join(self.url, prefix)):
@@ -35,6 +50,7 @@ class LocalStore:
                         sizes[file.relative_to(self.folder).as_posix()] = file.stat().st_size
         return sizes
 
+    @retried
     def read(self, name: str, offset: int = 0, size: int | None = None) -> memoryview:
         count = -1 if size is None else size
         with _file_errors(join(self.url, name)):
@@ -55,8 +71,11 @@ class LocalStore:
                     os.fsync(file.fileno())
                 except BaseException:
                     path.unlink(missing_ok=True)
+                    with suppress(OSError):  # a folder in which nothing was written would stay for good
+                        path.parent.rmdir()
                     raise
 
+    @retried
     def put(self, name: str, data: bytes) -> None:
         path = self.folder / name
         with _file_errors(join(self.url, name)):
@@ -73,6 +92,7 @@ class LocalStore:
         with _file_errors(self.url):
             NamedTemporaryFile(dir=nearest).close()
 
+    @retried
     def remove(self, names: list[str]) -> None:
         folders = set()
         for name in names:
@@ -97,7 +117,8 @@ def _raise(error: OSError) -> None:
 def _file_errors(place: str) -> Iterator[None]:
     """Turn an OSError into a StoreError that names the file, MissingError if there is none."""
     try:
-        yield
+        with passing_errors(place):
+            yield
     except FileNotFoundError:
         raise MissingError(f"{place}: missing") from None
     except OSError as error:

@@ -1,26 +1,55 @@
 """Files with one JSON record per line, to which every start of a run appends; atomic writes.
 
-A kill or a full disk may cut the last line. A cut line counts as never written. Imports no torch.
+A kill or a full disk may cut the last line. A cut line counts as never written; a whole one without a line end counts.
+Imports no torch.
 """
 
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from config import LOCAL, ConfigError, TitaniteError, file_errors, is_form
+from storage.errors import passing_errors, retry
 
 T = TypeVar("T")
+RETRY_SECONDS = 60  # for trouble of a file system to pass
 
 
 def open_records(path: Path) -> IO[str]:
-    """Open the file to append lines. Removes a cut last line first, which the next one would be glued to."""
+    """Open the file to append lines. Ends the last line first, or removes it if it is cut: the next one begins anew."""
     if path.is_file():
-        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        content = path.read_bytes()
+        last = content[content.rfind(b"\n") + 1 :]
+        if _is_whole(last):
+            path.write_bytes(content + b"\n")
+        elif last:
+            os.truncate(path, len(content) - len(last))
     return open(path, "a", encoding="utf-8")
+
+
+def append_record(file: IO[str], record: Mapping[str, Any]) -> None:
+    """Write a line and flush it. Trouble of the file system that passes is waited for. Raises OSError, OutageError."""
+    file.write(json.dumps(record) + "\n")
+    retry(partial(_flush, file), RETRY_SECONDS)  # a flush that failed keeps the rest of its bytes for the next one
+
+
+def _flush(file: IO[str]) -> None:
+    with passing_errors(file.name):
+        file.flush()
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether a line without an end is a whole record."""
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
 
 
 @contextmanager
@@ -67,8 +96,22 @@ def output_file(text: str) -> Path:
 
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records so far, [] if there is no file. Raises ValueError for a line that is not JSON."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+    if not path.is_file():
+        return []
+    *lines, last = path.read_bytes().split(b"\n")
+    if last and _is_whole(last):
+        lines.append(last)
     return [json.loads(line) for line in lines]
+
+
+def read_edited(file: Path, needed: str, record_of: Callable[[Any], T]) -> list[T]:
+    """As `read_lines`, of records that people edit: without blank lines and a cut last one; [] if there is no file."""
+    if not file.is_file():
+        return []
+    *lines, last = file.read_bytes().split(b"\n")
+    if _is_whole(last):
+        lines.append(last)
+    return [_parse(file, number, line, needed, record_of) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def read_lines(file: Path, needed: str, record_of: Callable[[Any], T]) -> list[T]:
@@ -76,12 +119,17 @@ def read_lines(file: Path, needed: str, record_of: Callable[[Any], T]) -> list[T
     records = []
     with file_errors(), file.open("rb") as lines:  # as bytes, since JSON may hold other line ends
         for number, line in enumerate(lines, start=1):
-            try:
-                records.append(record_of(json.loads(line)))
-            except TitaniteError as error:
-                raise ConfigError(f"{file}, line {number}: {error}") from None
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ConfigError(f"{file}, line {number}: must be an object with {needed}: {error!r}") from None
+            records.append(_parse(file, number, line, needed, record_of))
     if not records:
         raise ConfigError(f"{file}: holds no line")
     return records
+
+
+def _parse(file: Path, number: int, line: bytes, needed: str, record_of: Callable[[Any], T]) -> T:
+    """`record_of` the JSON of a line. Raises ConfigError that names it."""
+    try:
+        return record_of(json.loads(line))
+    except TitaniteError as error:
+        raise ConfigError(f"{file}, line {number}: {error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file}, line {number}: must be an object with {needed}: {error!r}") from None

@@ -6,11 +6,8 @@ botocore (a dependency of s3fs) directly: its blocking client on several threads
 per core than s3fs's one event loop, and lets us decide what to retry and for how long.
 """
 
-import logging
 import os
-import random
 import re
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -23,7 +20,7 @@ import numpy as np
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
 
-from storage.errors import DamagedError, MissingError, OutageError, StoreError, join
+from storage.errors import DamagedError, MissingError, OutageError, StoreError, join, retry
 
 CONNECT_SECONDS = 10  # longest wait for a connection
 ANSWER_SECONDS = 30  # longest wait for more of an answer
@@ -31,7 +28,6 @@ PART_BYTES = 16 << 20  # of an object being written
 PARTS_IN_FLIGHT = 2  # of each object being written
 READ_BYTES = 32 << 20  # larger ranges are read in pieces
 READS_IN_FLIGHT = 4  # pieces of one range
-WARN_AT_ATTEMPT = 5  # of a request, after some seconds
 # What a retry may cure: bodies that came late, incomplete or changed, a failing server that renews credentials, another
 # request on the object (409), pages of a proxy, which botocore fails to read.
 BOTOCORE_ERRORS = (aws.HTTPClientError, aws.ConnectionError, aws.CredentialRetrievalError, ResponseParserError)
@@ -49,8 +45,6 @@ HINTS = {  # pattern in the text of an error → what to do about it
     "CredentialsError|InvalidAccessKeyId|SignatureDoes": "check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
     r"\((AccessDenied|40[13])\)": "check what the credentials permit",
 }
-
-logger = logging.getLogger(__name__)
 
 
 class S3Store:
@@ -185,29 +179,27 @@ class S3Store:
         arguments["Bucket"] = self.bucket
         arguments["Prefix" if verb == "list" else "Key"] = self.prefix + name
         retry_seconds = 0 if method in CLEANING else self.retry_seconds
-        began = time.monotonic()
-        renewed = False
-        attempt = 0
-        while True:
+
+        def attempt() -> Any:
             try:
-                return receive(self._request(method, verb, arguments))
+                return self._with_fresh_credentials(lambda: receive(self._request(method, verb, arguments)))
             except (*PASSING_ERRORS, aws.ClientError, aws.BotoCoreError, RecursionError) as error:
                 reason = explain(error, join(self.url, name))
             if isinstance(reason, MissingError) and verb in ("delete", "abort"):
                 return {}  # gone already, as some stores report
-            if not renewed and re.search("ExpiredToken|InvalidAccessKeyId", str(reason)):
-                self.client = None
-                renewed = True
-                continue
-            waited_seconds = time.monotonic() - began
-            if waited_seconds >= retry_seconds > 0:
-                raise type(reason)(f"{reason}; tried for {waited_seconds:.0f} s")
-            if not isinstance(reason, OutageError) or not retry_seconds:
-                raise reason
-            if attempt == WARN_AT_ATTEMPT:
-                logger.warning(f"{reason}; retrying for up to {retry_seconds:g} s")
-            time.sleep(0.1 * 2 ** min(attempt, 6) * random.uniform(0.5, 1.0))
-            attempt += 1
+            raise reason
+
+        return retry(attempt, retry_seconds)
+
+    def _with_fresh_credentials(self, ask: Callable[[], Any]) -> Any:
+        """What `ask` returns, once more with a new client if the credentials of this one have expired."""
+        try:
+            return ask()
+        except aws.ClientError as error:
+            if not re.search("ExpiredToken|InvalidAccessKeyId", str(error)):
+                raise
+        self.client = None
+        return ask()
 
     def _request(self, method: str, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Ask once. Raises ConnectionError for an answer that is none of the store's."""

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from checkpoint.averaging import read_average
 from checkpoint.companions import declared_by, find_tokenizer
+from checkpoint.files import read_average
 from checkpoint.loading import check_identity, load_place
 from config import ConfigError, command_line
 from models import build_model, recorded_model

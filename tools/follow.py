@@ -17,8 +17,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from checkpoint.loading import open_place
-from checkpoint.manifest import open_checkpoint, step_of
-from checkpoint.owner import read_known
+from checkpoint.manifest import committed, open_checkpoint, step_of
 from config import TitaniteError, recorded_config
 from run.folder import hold, read_exit
 from run.processes import end_with_parent
@@ -58,8 +57,6 @@ def follow(arguments: argparse.Namespace, asked: str, command: Callable[[Path], 
             names = find_waiting(run, decided)
             for name in names:
                 reason = export(arguments, name, exported)
-                if reason and name == names[-1] and not ended:
-                    break  # it may be about to be committed
                 decided.add(name)
                 if reason:
                     logger.warning(f"{name}: skipped, since it was removed or is damaged: {reason}")
@@ -86,12 +83,11 @@ def has_ended(run: Path) -> bool:
 
 
 def find_waiting(run: Path, decided: set[str]) -> list[str]:
-    """The run's checkpoints that are not in `decided`, the one saved first first.
-
-    Its folder names also those that were removed and, as the last one, one that is about to be committed.
-    """
-    known = (read_known(run) or set()) - decided
-    return sorted(known, key=lambda name: (name[-12:-4], name))  # by time, then by step
+    """The run's checkpoints that are not in `decided`, the one saved first first."""
+    config = recorded_config(run)
+    assert config is not None
+    names = {*committed(open_place(config, run))} - decided
+    return sorted(names, key=lambda name: (name[-12:-4], name))  # by time, then by step
 
 
 def export(arguments: argparse.Namespace, name: str, folder: Path) -> str:

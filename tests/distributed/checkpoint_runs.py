@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from checkpoint.lease import new_start
 from checkpoint.manager import CheckpointManager
 from checkpoint.manifest import Manifest, committed
-from checkpoint.owner import new_start
 from config import Checkpoint, Comm, Config, Training
 from optim import allocate_state
 from storage import open_store
@@ -58,7 +58,7 @@ def build_manager(
     """A manager with a data loader of its own."""
     folder = more.pop("run_folder", Path("unused"))
     allocate = partial(allocate_state, optimizer)
-    return CheckpointManager(config, folder, parts, optimizer, Counter(), IDENTITY, allocate, **more)
+    return CheckpointManager(config, folder, parts, optimizer, {"dataloader": Counter()}, IDENTITY, allocate, **more)
 
 
 class Run:
@@ -72,7 +72,7 @@ class Run:
         steps: int = 400,
         run_folder: Path = Path("unused"),
         retry_seconds: int = 180,
-        job: str = "",
+        run_id: str = "a run",
         **settings: Any,
     ) -> None:
         torch.manual_seed(seed)
@@ -93,9 +93,9 @@ class Run:
             checkpoint=Checkpoint(folder=str(folder), **settings),
             comm=Comm(store_retry_seconds=retry_seconds),
         )
-        start = new_start(run_folder, job)
+        start = new_start(run_folder, run=run_id)
         self.checkpoint = build_manager(config, [self.model], self.optimizer, run_folder=run_folder, start=start)
-        self.data: Any = self.checkpoint.dataloader
+        self.data: Any = self.checkpoint.stateful["dataloader"]
 
     def step(self) -> None:
         """One step on rank-independent data with noise from the rank's own random state."""
@@ -110,6 +110,8 @@ class Run:
 
     def train(self, first: int, last: int) -> None:
         """Steps `first` + 1 to `last`, with a checkpoint whenever one is due and at the end."""
+        if not first:
+            self.checkpoint.load()
         for step in range(first + 1, last + 1):
             self.step()
             if step < last and step % self.checkpoint.settings.interval == 0:
@@ -152,7 +154,7 @@ def load_model(place: str | Path, model: nn.Module) -> Manifest:
     """What `checkpoint.initial_load` gives a model, whatever its identity; the manifest of the checkpoint it took."""
     config = Config(checkpoint=Checkpoint(enable=False, initial_load=str(place)))
     manager = build_manager(config, [model], torch.optim.AdamW(model.parameters()))
-    with patch("checkpoint.loading.check_identity") as check:
+    with patch("checkpoint.manager.check_identity") as check:
         assert manager.load() == 0
     return check.call_args.args[0]
 

@@ -135,7 +135,7 @@ def test_a_branch_is_the_run_that_went_on(ranks: int, trunk_run: Any, dataset: P
     assert json.loads((branch / "parent.json").read_text()) == {
         "place": str(trunk),
         "step": 4,
-        "run": (trunk / ".run_name").read_text().strip(),
+        "run": str(trunk),
         "tokens": 256,
     }
     (saved,) = (branch / "checkpoints").glob("step-00000008-*")
@@ -170,7 +170,7 @@ def test_a_branch_is_resumed_from_its_own_checkpoints(dataset: Path, tmp_path: P
     shutil.copytree(branch / "checkpoints", tmp_path / "bucket")
     again = tmp_path / "again"  # created again on another machine, with the same command line; its name is the path
     again.mkdir()
-    (again / ".run_name").write_text((branch / ".run_name").read_text())
+    (again / ".run_id").write_text((branch / ".run_id").read_text())
     words += [f"--checkpoint.folder={tmp_path / 'bucket'}", "--training.steps=9"]
     assert len(train_ranks(1, again, dataset, *words)) == 1
     ours, theirs = (json.loads((folder / "parent.json").read_text()) for folder in (again, branch))

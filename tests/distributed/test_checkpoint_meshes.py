@@ -2,6 +2,7 @@
 
 import copy
 from collections import Counter
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from checkpoint import CheckpointError
+from checkpoint.lease import take_lease
 from checkpoint.manifest import committed, open_checkpoint
 from checkpoint.state import model_tensors, optimizer_tensors
 from config import Checkpoint, Config
@@ -107,6 +109,7 @@ def whole(manager):
 
 def write(folder, parallelize):
     manager = build(folder, parallelize, seed=0)
+    manager.ranks.from_rank_0(partial(take_lease, manager.store, manager.start))
     manager.save(7)
     return whole(manager)
 
@@ -185,6 +188,7 @@ def save_stages(folder, first_is_frozen):
     optimizer = torch.optim.AdamW(stage.parameters())
     config = Config(checkpoint=Checkpoint(folder=folder, timeout_seconds=5))
     manager = build_manager(config, [stage], optimizer)
+    manager.load()
     for step, late in ((1, "bias"), (2, "")):
         for name, weight in stage.named_parameters():
             if weight.requires_grad and name != f"1.{late}":
@@ -200,6 +204,7 @@ def save_stages(folder, first_is_frozen):
 
 def test_a_weight_with_part_of_its_state_is_refused(tmp_path):
     run = Run(tmp_path)
+    run.checkpoint.load()
     run.step()
     del run.optimizer.state[run.model.head.bias]["exp_avg_sq"]
     run.checkpoint.save(1)

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from checkpoint import CheckpointError, files, retention
 from checkpoint.checks import check_checkpoints
 from checkpoint.manifest import committed
-from config import Checkpoint, Config, ConfigError, Optimizer, Parallelism, Training
+from config import Checkpoint, Config, ConfigError, Optimizer, Training
+from optim import build_optimizer
 from storage import LocalStore, StoreError, open_store
-from tests.distributed.checkpoint_runs import IDENTITY, Run, load_run, same, steps_in, train_run
+from tests.distributed.checkpoint_runs import IDENTITY, Run, build_manager, load_run, same, steps_in, train_run
 from tests.harness import run_ranks
 
 
@@ -37,6 +38,7 @@ def _train_past_a_save(folder, settings):
     run = Run(folder, (2,), **settings)
     gate, write_items = threading.Event(), files.write_items
     _copy_only_once_waited_for(run.checkpoint.staging)
+    run.checkpoint.load()
 
     def write_when_open(*arguments):
         assert gate.wait(60)
@@ -137,26 +139,28 @@ def test_what_is_done_in_the_background_leaves_the_cores_to_training(tmp_path):
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
-@pytest.mark.parametrize(
-    ("tensors", "changed"),
-    [
-        (3, {}),
-        (2, {"optimizer": Optimizer(state_dtype="bfloat16")}),
-        (4, {"parallelism": Parallelism(local_steps=2)}),  # with the outer momentum
-    ],
-)
-def test_a_disk_with_no_room_for_what_is_kept_is_refused_before_the_first_step(tmp_path, monkeypatch, tensors, changed):
-    """Of each weight a checkpoint holds `tensors` of its size, with its moments."""
-    run = Run(tmp_path, keep=2)
-    run.checkpoint.config = replace(run.checkpoint.config, **changed)
-    one = tensors * sum(parameter.nbytes for parameter in run.model.parameters())
-    _fake_disk(monkeypatch, lambda: int(2.9 * one))
+@pytest.mark.parametrize(("name", "state_dtype"), [("adamw", "float32"), ("muon", "bfloat16")])
+def test_a_disk_with_no_room_for_what_is_kept_is_refused_before_the_first_step(
+    tmp_path, monkeypatch, name, state_dtype
+):
+    """By the bytes that the run then really writes, for any optimizer: Muon has one moment."""
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"0": torch.nn.Linear(1024, 512, bias=False)})})
+    optimizer = build_optimizer([model], Optimizer(name=name, state_dtype=state_dtype))
+    manager = build_manager(Config(checkpoint=Checkpoint(folder=str(tmp_path), keep=2)), [model], optimizer)
+    moments = {"adamw": 2 * 4, "muon": 2}[name]
+    one = 1024 * 512 * (4 + moments)
+    _fake_disk(monkeypatch, lambda: int(2.99 * one))
     with pytest.raises(StoreError, match="3 checkpoints of"):
-        run.checkpoint.load()
-    _fake_disk(monkeypatch, lambda: int(3.2 * one))
+        manager.load()
+    _fake_disk(monkeypatch, lambda: int(3.01 * one))
     assert os.listdir(tmp_path) == []
-    assert run.checkpoint.load() == 0
-    assert os.listdir(tmp_path) == [".claim"]
+    assert manager.load() == 0
+    assert not optimizer.state
+    assert os.listdir(tmp_path) == [".lease"]
+    model["layers"]["0"].weight.grad = torch.ones(512, 1024)
+    optimizer.step()
+    manager.save(1)
+    assert _bytes_in(tmp_path) == pytest.approx(one, rel=0.02)
 
 
 def _fake_disk(monkeypatch, free_bytes):

@@ -1,6 +1,7 @@
 """Bad steps left out, timeouts, slow checkpoints, ranks that are lost."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ from torch import nn
 
 from checkpoint import files
 from checkpoint.manager import CheckpointManager
-from config import Failures, TitaniteError, load_config
+from config import ConfigError, Failures, TitaniteError, load_config
 from run.exits import AGAIN
 from run.failures import SIGMA_WINDOW, BadSteps, RolledBackError
 from run.folder import note_start, record_exit
@@ -141,8 +142,33 @@ def test_the_budget_ends_the_run_on_all_ranks(small: tuple[str, ...], tmp_path: 
 
 def judge_all(folder: Path, failures: Failures, pairs: list[tuple[float, float]]) -> list[str]:
     """The verdict on each loss with its gradient norm."""
-    guard = BadSteps(failures, folder, 0, True, lambda: None)
+    guard = BadSteps(failures, folder, True)
     return [guard.find_trouble(torch.tensor(loss), torch.tensor(norm)) for loss, norm in pairs]
+
+
+def test_a_restart_judges_by_the_steps_before_it(small: tuple[str, ...], tmp_path: Path) -> None:
+    """Each checkpoint holds the figures of the good steps so far, whichever start computed them."""
+    words = [*small, SKIP, "--failures.spike_sigmas=6"]
+    launch(1, tmp_path, words, (), 5, function=run)
+    launch(1, tmp_path, words, function=run)
+    (saved,) = tmp_path.glob("checkpoints/step-00000012-*/MANIFEST.json")
+    good = json.loads(saved.read_text())["manifest"]["bad_steps"]["good"]
+    assert good == [[row["loss"], row["grad_norm"]] for _, row in sorted(rows(tmp_path).items())]
+    guard = BadSteps(Failures(spike_sigmas=6.0), tmp_path, True)
+    guard.load_state_dict({"good": [[2.0 + 0.1 * (-1) ** number, 1.0] for number in range(SIGMA_WINDOW)]})
+    assert guard.find_trouble(torch.tensor(3.0), torch.tensor(1.0)).startswith("loss 3.0000")
+
+
+@pytest.mark.parametrize("line", ['{"first": 10}', "x", '{"first": 1, "last": null}', "[]"])
+def test_skipped_steps_that_a_person_has_edited(line: str, tmp_path: Path) -> None:
+    """A blank line is none, and a last one without an end counts. A mistake is named with file and line."""
+    file = tmp_path / "skipped.jsonl"
+    file.write_text('{"first": 3, "last": 4}\n\n{"first": 7, "last": 7, "cause": "by hand"}')
+    guard = BadSteps(Failures(), tmp_path, True)
+    assert sorted(step for steps in guard._read() for step in steps) == [3, 4, 7]
+    file.write_text(f'{{"first": 3, "last": 4}}\n{line}\n')
+    with pytest.raises(ConfigError, match=f"{file}, line 2"):
+        guard._read()
 
 
 def test_spikes_are_measured_by_deviations(tmp_path: Path) -> None:
@@ -285,6 +311,29 @@ def test_a_full_disk_of_the_run_folder_ends_the_run_with_a_checkpoint(
     (disk / "filler").unlink()
     assert launch(2, disk / "run", [*words, f"--training.steps={saved + 2}"], function=run) == ["", ""]
     assert f"{saved + 2} steps" in prove(disk / "run")[0]
+
+
+def run_until_its_folder_moves(arguments: list[str]) -> str:
+    config = load_config(arguments)
+    folder = Path(config.run.folder)
+
+    def after_step(step: int) -> None:
+        if step == 3:
+            folder.rename(f"{folder}-moved")
+
+    with pytest.raises(ConfigError) as caught:
+        train(config, after_step)
+    return str(caught.value)
+
+
+def test_a_run_folder_that_is_moved_ends_the_run(small: tuple[str, ...], tmp_path: Path) -> None:
+    """Nothing is left under the old name. The run goes on where it was moved."""
+    (said,) = launch(1, tmp_path / "run", small, function=run_until_its_folder_moves)
+    assert said.startswith(f"{tmp_path / 'run'}: was moved or removed")
+    assert not (tmp_path / "run").exists()
+    moved = tmp_path / "run-moved"
+    assert launch(1, moved, small, function=run) == [""]
+    assert prove(moved)[0].startswith("12 steps")
 
 
 # ---------------------------------------------------------------- slow, and yet no hang

@@ -57,7 +57,7 @@ def test_a_start_on_another_machine_takes_over_and_the_first_ends_in_one_line(
     assert os.waitstatus_to_exitcode(os.waitpid(first, 0)[1]) == 2
     said = [line for line in (tmp_path / "stderr.txt").read_text().splitlines() if "error" in line]
     assert len(said) == 1
-    assert "/.claim: a later start saves there: of " in said[0]
+    assert "/.lease: a later start saves there: of " in said[0]
     assert " on another, process " in said[0]
     mark = folder / f".superseded.{socket.gethostname()}"  # launch/node.sh does not start it again
     assert settled(folder) == after | {mark: b""}

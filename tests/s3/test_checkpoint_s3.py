@@ -116,7 +116,7 @@ def test_a_lost_answer_to_the_commit_is_harmless(bucket, proxy):
 
 
 def test_leftovers_of_killed_saves_go_after_the_first_commit_on_another_machine(two_steps, proxy, monkeypatch):
-    """The start before may still run. On the same machine: test_checkpoint_owner.py."""
+    """The start before may still run. On the same machine: test_checkpoint_lease.py."""
     Run(two_steps, **WAITS).checkpoint.load()
     store = store_at(two_steps)
     store.put("step-00000009-0123456789ab/__0_0.distcp", b"begun")
@@ -141,5 +141,5 @@ def test_removal_takes_the_manifest_first_and_its_failure_stops_no_run(two_steps
     run.train(2, 3)
     assert caplog.text.count("old checkpoints could not be removed: ") == 1
     assert steps_in(two_steps) == [3, 2]
-    left = {name.partition("/")[0] for name in store_at(two_steps).sizes()} - {".claim"}
+    left = {name.partition("/")[0] for name in store_at(two_steps).sizes()} - {".lease"}
     assert len(left) == 3

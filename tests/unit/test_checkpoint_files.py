@@ -28,9 +28,9 @@ from checkpoint.manifest import (
     read_manifest,
     unpickle_metadata,
 )
-from checkpoint.ranks import Ranks
 from checkpoint.state import model_tensors
 from config import Checkpoint, Config
+from parallel.ranks import Ranks
 from storage import DamagedError, LocalStore, StoreError, open_store
 from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, flip_bit, load_model, same, steps_in
 
@@ -278,7 +278,8 @@ def test_a_commit_outlasts_a_power_cut(tmp_path, monkeypatch):
 def test_a_read_or_a_write_that_fails_is_no_damage(tmp_path, monkeypatch):
     """But a disk that is away: the checkpoint may be whole. torch ends its archive also after a failed write, and then
     complains of that end alone."""
-    run = Run(tmp_path)
+    run = Run(tmp_path, retry_seconds=0)
+    run.checkpoint.load()
     real = files._ChecksummedStream.write
     for failing in (0, 7, 40):
         calls = itertools.count()
@@ -296,8 +297,40 @@ def test_a_read_or_a_write_that_fails_is_no_damage(tmp_path, monkeypatch):
     run.train(0, 1)
     monkeypatch.setattr(storage.local.np, "fromfile", mock.Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with pytest.raises(StoreError, match="Input/output error") as caught:
-        Run(tmp_path).checkpoint.load()
+        Run(tmp_path, retry_seconds=0).checkpoint.load()
     assert not isinstance(caught.value, DamagedError)
+
+
+def test_trouble_of_a_file_system_that_passes_is_waited_for(tmp_path, monkeypatch):
+    """As of an NFS server that restarts: in a write, an fsync, a rename and a read."""
+    failing = {"write": files._ChecksummedStream, "fsync": os, "replace": Path, "fromfile": storage.local.np}
+    for number, (name, owner) in enumerate(failing.items()):
+        errors = iter([OSError(code, "away") for code in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)])
+        real = getattr(owner, name)
+
+        def fail_first(*arguments, errors=errors, real=real, **named):
+            error = next(errors, None)
+            if error:
+                raise error
+            return real(*arguments, **named)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(owner, name, fail_first)
+            run = Run(tmp_path, interval=1, keep=1)
+            assert run.checkpoint.load() == number
+            run.train(number, number + 1)
+        assert next(errors, None) is None
+    assert load_model(tmp_path, Tower())["step"] == len(failing)
+
+
+def test_a_full_disk_leaves_nothing_of_a_save(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    run.checkpoint.load()
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(files._ChecksummedStream, "write", full)
+    with pytest.raises(StoreError, match="No space left"):
+        run.checkpoint.save(1)
+    assert os.listdir(tmp_path) == [".lease"]
 
 
 def test_values_come_back_wherever_they_lie_in_a_file(tmp_path):

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "parallel": {"config", "storage"},
     "float8": {"config", "parallel"},
     "data": {"config", "storage"},
-    "checkpoint": {"config", "data", "storage"},
+    "checkpoint": {"config", "data", "parallel", "storage"},
     "loss": {"config", "data", "parallel"},
     "optim": {"checkpoint", "config", "muon", "parallel"},
     "muon": {"config", "parallel"},

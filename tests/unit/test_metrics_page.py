@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from checkpoint.branch import Parent, record_parent
-from checkpoint.owner import new_start
+from checkpoint.lease import new_start
 from config import Config, Optimizer, TitaniteError, Training
 from metrics import FIELDS
 from run.folder import record_config, record_start

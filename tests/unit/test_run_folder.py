@@ -1,5 +1,7 @@
 """The folder of a run: its name, its locks and its records of starts."""
 
+import errno
+import io
 import shutil
 import socket
 import subprocess
@@ -12,25 +14,34 @@ from unittest import mock
 import pytest
 import torch
 
-from checkpoint.owner import new_start, record_known
+from checkpoint.branch import read_parent
+from checkpoint.lease import new_start
 from config import Config, ConfigError, Run, TitaniteError, Training, load_config
 from run.folder import (
     STARTS,
     check_run_folder,
     choose_run_folder,
+    read_exit,
     record_config,
     record_exit,
     record_start,
     start_run,
 )
 from run.processes import LaunchEnvironment
-from storage.records import read_records
+from storage.records import append_record, open_records, read_records
 
 ROOT = Path(__file__).parents[2]
 
 
-def start(config: Config, job: str = "", identity: dict[str, Any] | None = None, check: Any = lambda _: []) -> Path:
-    return start_run(config, identity or {}, LaunchEnvironment(0, 0, 2, job), check, lambda folder: None)[0]
+def start(
+    config: Config,
+    job: str = "",
+    identity: dict[str, Any] | None = None,
+    check: Any = lambda _: "its id",
+    restarts: int = 0,
+) -> Path:
+    environment = LaunchEnvironment(0, 0, 2, job, restarts)
+    return start_run(config, identity or {}, environment, check, lambda folder: None)[0]
 
 
 def record(folder: Path, config: Config, identity: dict[str, Any], world_size: int, job: str = "") -> Any:
@@ -129,6 +140,33 @@ def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
     assert [start["world_size"] for start in starts_of(tmp_path / "run")] == [2, 2, 2]
 
 
+def test_a_whole_last_line_without_an_end_counts(tmp_path: Path) -> None:
+    """As an editor leaves it. What is appended begins a line of its own."""
+    file = tmp_path / "records.jsonl"
+    file.write_text('{"a": 1}\n{"a": 2}')
+    assert read_records(file) == [{"a": 1}, {"a": 2}]
+    with open_records(file) as records:
+        append_record(records, {"a": 3})
+    assert read_records(file) == [{"a": 1}, {"a": 2}, {"a": 3}]
+
+
+def test_a_line_is_written_once_where_the_file_system_is_away_for_a_moment(tmp_path: Path) -> None:
+    errors = iter([OSError(errno.EIO, "away"), OSError(errno.ESTALE, "away")])
+
+    class Away(io.FileIO):
+        def write(self, data: Any) -> int | None:
+            error = next(errors, None)
+            if error:
+                raise error
+            return super().write(data)
+
+    file = tmp_path / "records.jsonl"
+    with io.TextIOWrapper(io.BufferedWriter(Away(str(file), "a"))) as records:
+        append_record(records, {"a": 1})
+        append_record(records, {"a": 2})
+    assert file.read_text() == '{"a": 1}\n{"a": 2}\n'
+
+
 def test_a_damaged_record_stops_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / STARTS).write_bytes(b"{\n")
@@ -138,6 +176,48 @@ def test_a_damaged_record_stops_no_start(tmp_path: Path, caplog: pytest.LogCaptu
     (folder / "exit.json").write_bytes(b'{"kind": "fini')
     assert start(config, "job 1") == folder
     assert "exit.json is damaged" in starts_of(folder)[-1]["after"]["cause"]
+
+
+def test_a_damaged_file_of_a_run_is_named_in_one_line(tmp_path: Path) -> None:
+    config = Config(run=Run(folder=str(tmp_path)))
+    start(config)
+    for name, read in (("model.json", start), ("parent.json", lambda _: read_parent(tmp_path))):
+        for content in (b"[\xff", b"[1]", b'{"dim": '):
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(ConfigError, match=f"{tmp_path / name}: is damaged"):
+                read(config)
+        (tmp_path / name).write_text("{}")
+
+
+def test_a_finished_run_stays_finished_where_a_resume_is_refused(tmp_path: Path) -> None:
+    config = Config(run=Run(folder=str(tmp_path)))
+    end = {"kind": "finished", "step": 14, "last_checkpoint": 14}
+    start(config)
+    record_exit(tmp_path, end)
+    start(config)
+    record_exit(tmp_path, {"kind": "error", "step": 0, "last_checkpoint": None}, is_refused=True)
+    ended = read_exit(tmp_path) or {}
+    assert {key: ended[key] for key in end} == end
+    start(config)
+    record_exit(tmp_path, {"kind": "error", "step": 15})
+    assert (read_exit(tmp_path) or {})["kind"] == "error"
+
+
+def test_a_request_to_stop_from_before_a_start_is_taken_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Unless torchrun starts the run again: then a person may have asked meanwhile."""
+    caplog.set_level("INFO")
+    config = Config(run=Run(folder=str(tmp_path)))
+    start(config)
+    (tmp_path / "stop").touch()
+    start(config, restarts=1)
+    assert (tmp_path / "stop").exists()
+    start(config)
+    assert not (tmp_path / "stop").exists()
+    assert str(tmp_path / "stop") in caplog.text
+    (tmp_path / "stop").mkdir()
+    with pytest.raises(ConfigError, match=f"{tmp_path / 'stop'}: cannot be removed"):
+        start(config)
+    assert len(starts_of(tmp_path)) == 3
 
 
 def test_a_folder_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
@@ -207,7 +287,7 @@ def test_restarts_without_progress_are_refused(tmp_path: Path) -> None:
             record_exit(tmp_path, {"kind": kind, "cause": f"it {kind}"})
 
     start_and_end("job 1", "lost", "lost", "lost", "lost")
-    record_known(tmp_path, ["a checkpoint"])
+    (tmp_path / ".saved").write_text("a checkpoint")
     start_and_end("job 1", "lost", "stopped", "lost", "rolled back", "finished", "lost")
     record(tmp_path, config, {}, 2, "job 1")  # killed: nobody says why
     with pytest.raises(ConfigError, match=r"starts of this job in a row .*: 4, .* the last one: unknown, it was"):

@@ -1,0 +1,298 @@
+"""Whose checkpoints are whose: neither another run, nor a copy of the run's folder, nor an earlier start uses them."""
+
+import json
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from checkpoint import manager
+from checkpoint.checks import check_checkpoints
+from checkpoint.lease import TakenOverError, new_start, read_run_id
+from checkpoint.loading import locate
+from checkpoint.manifest import committed, encode_manifest, read_manifest
+from config import Checkpoint, Config, ConfigError
+from run.folder import record_start
+from storage import LocalStore, StoreError, open_store
+from tests.distributed.checkpoint_runs import IDENTITY, Run, flip_bit, steps_in
+from tests.runs import content
+
+
+class Case:
+    """A place of checkpoints outside of any run's folder, and starts of runs that save there."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.saved = root / "saved"
+        self.folder = root / "run"
+
+    def begin(self, folder: Path, **settings: Any) -> Run:
+        """A start of the run in `folder` that may begin, and has recorded itself there."""
+        settings = {"interval": 1, "keep": 2} | settings
+        config = Config(checkpoint=Checkpoint(folder=str(self.saved), **settings))
+        folder.mkdir(exist_ok=True)
+        run = Run(self.saved, run_folder=folder, run_id=check_checkpoints(config, IDENTITY, folder), **settings)
+        record_start(folder, config, IDENTITY, 1, run.checkpoint.start)
+        return run
+
+    def train(self, folder: Path, last: int, **settings: Any) -> Run:
+        run = self.begin(folder, **settings)
+        run.train(run.checkpoint.load(), last)
+        return run
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Case:
+    return Case(tmp_path)
+
+
+def of_a_run_under_way(case: Case) -> Path:
+    case.train(case.folder, 3)
+    return Path(shutil.copytree(case.folder, case.root / "copy"))
+
+
+def before_any_checkpoint(case: Case) -> Path:
+    case.begin(case.folder).checkpoint.load()
+    copy = Path(shutil.copytree(case.folder, case.root / "copy"))
+    case.train(case.folder, 2)
+    return copy
+
+
+def of_a_run_that_has_moved(case: Case) -> Path:
+    case.train(case.folder, 2)
+    case.train(case.folder.rename(case.root / "moved"), 3)
+    return Path(shutil.copytree(case.root / "moved", case.folder))
+
+
+def of_an_earlier_version(case: Case) -> Path:
+    case.train(case.folder, 2)
+    make_old(case)
+    return Path(shutil.copytree(case.folder, case.root / "copy"))
+
+
+def make_old(case: Case) -> None:
+    """The run as commit 2ad5060 left it: named by its folder's path, and no lease."""
+    name = str(case.folder)
+    (case.folder / ".run_id").unlink()
+    (case.folder / ".run_name").write_text(f"{name}\n")
+    (case.saved / ".lease").unlink()
+    store = open_store(case.saved)
+    for checkpoint in committed(store):
+        manifest = read_manifest(store, checkpoint)
+        del manifest["start"]["run"]
+        (case.saved / checkpoint / "MANIFEST.json").write_bytes(encode_manifest(manifest | {"run": name}))
+
+
+@pytest.mark.parametrize(
+    "copy", [of_a_run_under_way, before_any_checkpoint, of_a_run_that_has_moved, of_an_earlier_version]
+)
+def test_a_copy_does_not_go_on_with_the_runs_checkpoints(case: Case, copy: Callable[[Case], Path]) -> None:
+    """It is told how to begin a branch. Commands that only read take what the run has."""
+    folder = copy(case)
+    before = content(case.saved)
+    with pytest.raises(ConfigError) as refused:
+        case.begin(folder)
+    assert f"{folder} is a copy" in str(refused.value)
+    assert f"--checkpoint.branch_from={case.saved}@{steps_in(case.saved)[0]}" in str(refused.value)
+    assert content(case.saved) == before
+    (folder / "config.toml").write_text(f'[checkpoint]\nfolder = "{case.saved}"\n')
+    assert locate(folder)[0][1] == committed(open_store(case.saved))[0]
+
+
+def moved(case: Case) -> Path:
+    case.train(case.folder, 1)
+    return case.folder.rename(case.root / "moved")
+
+
+def moved_there_and_back(case: Case) -> Path:
+    case.train(case.folder, 1)
+    there = case.folder.rename(case.root / "moved")
+    case.begin(there).checkpoint.load()
+    return there.rename(case.folder)
+
+
+def made_again(case: Case) -> Path:
+    """The folder was lost with its machine, and the start after that was killed before it saved."""
+    case.train(case.folder, 1)
+    shutil.rmtree(case.folder)
+    case.begin(case.folder)
+    return case.folder
+
+
+def restored(case: Case) -> Path:
+    """An older state of the folder, from a backup."""
+    case.begin(case.folder)
+    backup = Path(shutil.copytree(case.folder, case.root / "backup"))
+    case.train(case.folder, 1)
+    shutil.rmtree(case.folder)
+    return backup.rename(case.folder)
+
+
+def of_yesterday(case: Case) -> Path:
+    case.train(case.folder, 1)
+    make_old(case)
+    return case.folder
+
+
+@pytest.mark.parametrize("make", [moved, moved_there_and_back, made_again, restored, of_yesterday])
+def test_what_only_looks_like_a_copy_goes_on(case: Case, make: Callable[[Case], Path]) -> None:
+    folder = make(case)
+    assert case.train(folder, 3).checkpoint.newest_step == 3
+    assert steps_in(case.saved) == [3, 2]
+    case.begin(folder)
+
+
+def test_a_node_with_a_disk_of_its_own_takes_its_runs_checkpoints(case: Case) -> None:
+    """Where no folder was, and where an older state of the run's folder is."""
+    case.train(case.folder, 1)
+    own = case.folder.rename(case.root / "first node")
+    assert case.train(case.folder, 2).checkpoint.newest_step == 2
+    assert read_run_id(case.folder) == read_run_id(own)
+    shutil.rmtree(case.folder)
+    own.rename(case.folder)
+    assert case.train(case.folder, 3).checkpoint.newest_step == 3
+
+
+def test_another_runs_place_is_refused(case: Case) -> None:
+    """Be what is there older than its own. A damaged manifest, which no resume can take, says nothing."""
+    case.train(case.folder, 2)
+    other = case.root / "other"
+    with pytest.raises(ConfigError) as refused:
+        case.begin(other)
+    assert f"checkpoint.folder = '{case.saved}'" in str(refused.value)
+    assert str(case.folder) in str(refused.value)
+    (other / ".run_id").write_bytes(b"\xff\x00")  # damaged
+    with pytest.raises(ConfigError):
+        case.begin(other)
+    (other / ".run_id").unlink()
+    for folder in case.saved.iterdir():
+        if folder.is_dir():
+            flip_bit(folder / "MANIFEST.json", 100)
+    case.begin(other)
+
+
+def test_one_manifest_is_read_at_most_to_know_whose_a_place_is(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    case.train(case.folder, 9, keep=0)
+    read, manifests = LocalStore.read, []
+
+    def count(store: LocalStore, name: str, *range: int) -> memoryview:
+        manifests.extend([name] if name.endswith("MANIFEST.json") else [])
+        return read(store, name, *range)
+
+    monkeypatch.setattr(LocalStore, "read", count)
+    case.begin(case.folder)
+    assert manifests == [f"{committed(open_store(case.saved))[0]}/MANIFEST.json"]
+
+
+# ---------------------------------------------------------------- two starts at a time
+
+
+def test_the_later_of_two_starts_goes_on_and_the_other_ends(case: Case) -> None:
+    """Here of two runs, in a place where nothing was saved yet. The next start of the one that ended is refused."""
+    first = case.begin(case.root / "other")
+    second = case.begin(case.folder)
+    assert first.checkpoint.load() == second.checkpoint.load() == 0
+    first.step()
+    with pytest.raises(TakenOverError) as refused:
+        first.checkpoint.save(1)
+    assert socket.gethostname() in str(refused.value)
+    assert str(os.getpid()) in str(refused.value)
+    assert steps_in(case.saved) == []
+    second.train(0, 3)
+    before = content(case.saved)
+    with pytest.raises(TakenOverError):
+        first.checkpoint.save(4)
+    assert content(case.saved) == before
+    with pytest.raises(ConfigError, match="another run"):
+        case.begin(case.root / "other")
+
+
+def test_a_run_that_another_one_overtakes_before_its_load_does_not_take_its_checkpoints(case: Case) -> None:
+    second = case.begin(case.root / "other")
+    case.train(case.folder, 1)
+    with pytest.raises(ConfigError, match="another run"):
+        second.checkpoint.load()
+
+
+@pytest.mark.parametrize("host", ["this", "another"])
+def test_a_save_under_way_is_not_committed_once_another_start_has_begun(
+    case: Case, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor its files removed before a commit of the other start, if that is not on its machine."""
+    case.train(case.folder, 3)
+    first = case.begin(case.folder, mode="async")
+    first.checkpoint.load()
+    written, goes_on = threading.Event(), threading.Event()
+    commit = manager.CheckpointManager._commit
+
+    def wait(*arguments: Any) -> None:
+        written.set()
+        assert goes_on.wait(60)
+        commit(*arguments)
+
+    monkeypatch.setattr(manager.CheckpointManager, "_commit", wait)
+    first.step()
+    first.checkpoint.save(4)
+    first.step()  # its hook waits until the state is copied
+    assert written.wait(60)
+    monkeypatch.undo()
+    (under_way,) = case.saved.glob("step-00000004-*")
+    if host == "another":
+        monkeypatch.setattr(socket, "gethostname", lambda: host)
+    second = case.begin(case.folder)
+    assert second.checkpoint.load() == 3
+    assert under_way.exists() == (host == "another")
+    goes_on.set()
+    with pytest.raises(TakenOverError):
+        first.checkpoint.wait()
+    assert steps_in(case.saved) == [3, 2]
+    second.train(3, 5)
+    assert steps_in(case.saved) == [5, 4]
+    assert not under_way.exists()
+
+
+def test_an_earlier_start_removes_nothing_that_a_later_one_may_need(
+    case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As where it has committed in the moment in which the other one began, and then tidies up."""
+    first = case.train(case.folder, 3)
+    case.train(case.folder, 5, keep=0)
+    before = content(case.saved)
+    first.checkpoint.retention.tidy(committed(open_store(case.saved))[0])
+    assert content(case.saved) == before
+    assert "a later start saves there" in caplog.text
+
+
+def test_an_error_that_a_later_start_has_caused_is_named_as_that(case: Case) -> None:
+    """As where it removes what the earlier one writes. A plain error would make torchrun start it again."""
+    first = case.begin(case.folder)
+    first.checkpoint.load()
+
+    def fail(*_: Any) -> None:
+        case.begin(case.folder).checkpoint.load()
+        raise StoreError("gone")
+
+    with patch("checkpoint.files.write_items", fail), pytest.raises(TakenOverError):
+        first.checkpoint.save(1)
+
+
+def test_a_place_that_is_moved_or_removed_is_not_made_again(case: Case) -> None:
+    """What is saved in a new folder of the old name would be lost to the run that is moved."""
+    run = case.train(case.folder, 1)
+    case.saved.rename(case.root / "elsewhere")
+    with pytest.raises(ConfigError, match=r"\.lease: is gone"):
+        run.checkpoint.save(2)
+    assert not case.saved.exists()
+    (case.root / "elsewhere").rename(case.saved)
+    assert json.loads((case.saved / ".lease").read_text())["manifest"]["folder"] == str(case.folder)
+    assert case.train(case.folder, 2).checkpoint.newest_step == 2
+
+
+def test_starts_have_ids_of_their_own(tmp_path: Path) -> None:
+    assert len({new_start(tmp_path).id for _ in range(9)}) == 9
