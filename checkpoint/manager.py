@@ -74,8 +74,8 @@ class CheckpointManager:
         "dataloader", which knows the position in the data.
         `allocate_state` gives the optimizer the state that a load fills, without a step.
         `on_commit` is called on every rank with the step of each committed checkpoint, by the
-        background thread in mode `async`. Any thread calls `on_progress` as bytes move. The context `section("load")` or `section("checkpoint")` is around whatever waits
-        for them.
+        background thread in mode `async`. Any thread calls `on_progress` as bytes move. The context
+        `section("load")` or `section("checkpoint")` is around whatever waits for them.
         """
         self.config = config
         self.settings = config.checkpoint
