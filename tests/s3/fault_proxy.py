@@ -187,6 +187,8 @@ def _operation(method: str, url: str) -> tuple[str, str]:
     path, _, query = url.partition("?")
     path = unquote(path).lstrip("/")
     if "/" not in path.rstrip("/"):
+        if method == "GET" and re.match(r"uploads\b", query):
+            return "list_uploads", path
         return "list" if method == "GET" else f"{method.lower()}_bucket", path
     if "uploadId=" in query:
         kinds = {"PUT": "upload_part", "POST": "complete_multipart", "DELETE": "abort_multipart"}

@@ -147,7 +147,7 @@ def test_removal_takes_the_manifest_first_and_its_failure_stops_no_run(two_steps
 
 def test_a_store_that_lists_no_uploads_says_so_once(two_steps, proxy, caplog):
     """Old checkpoints are removed all the same."""
-    proxy.fault("403", "uploads")
+    proxy.fault("403", "list_uploads")
     run = Run(two_steps, **WAITS)
     run.checkpoint.load()
     run.train(2, 5)
