@@ -168,12 +168,13 @@ def test_a_branch_is_resumed_from_its_own_checkpoints(dataset: Path, tmp_path: P
     trunk.symlink_to(moved)
     assert prove(branch)[0].startswith("8 steps, 512 tokens")
     shutil.copytree(branch / "checkpoints", tmp_path / "bucket")
+    gone = branch.rename(tmp_path / "gone")
     again = tmp_path / "again"  # created again on another machine, with the same command line; its name is the path
     again.mkdir()
-    (again / ".run_id").write_text((branch / ".run_id").read_text())
+    (again / ".run_id").write_text((gone / ".run_id").read_text())
     words += [f"--checkpoint.folder={tmp_path / 'bucket'}", "--training.steps=9"]
     assert len(train_ranks(1, again, dataset, *words)) == 1
-    ours, theirs = (json.loads((folder / "parent.json").read_text()) for folder in (again, branch))
+    ours, theirs = (json.loads((folder / "parent.json").read_text()) for folder in (again, gone))
     assert ours == theirs
 
 
@@ -203,7 +204,7 @@ def test_mistakes_are_one_line_before_anything_is_written(trunk_run: Any, datase
         ([new, f"{trunk}@4", "--run.seed=1"], "run.seed = 1: the checkpoint was trained with 0"),
         ([new, f"{trunk}@4", *others], f"{trunk}: ", "token ids in the data are other tokens in its tokenizer"),
         ([new, f"{model}", "--training.steps=9"], f"{model}: holds weights alone: set checkpoint.initial_load instead"),
-        ([new, f"{trunk}@4", f"--checkpoint.folder={trunk}/checkpoints"], "was saved by another run"),
+        ([new, f"{trunk}@4", f"--checkpoint.folder={trunk}/checkpoints"], "holds checkpoints of another run"),
         ([trunk, f"{trunk}@4"], f"the run in {trunk} is no branch: set another run.folder"),
         ([branch, f"{trunk}@8"], f"the run in {branch} branched from {trunk}@4: set another run.folder"),
         ([branch, f"{branch}@8"], f"the run in {branch} branched from {trunk}@4: set another run.folder"),
