@@ -10,7 +10,7 @@ case $PWD in *" "*) echo "error: $PWD: has a space in it, and torch compiles not
 # A plain loop's numbers, resume, the order of the data, config, imports, a run's recorded losses.
 quick=(
   tests/unit/{test_house.py,test_data_order.py,test_optim.py}
-  tests/unit/test_config.py::test_{bad_input_is_named,every_config_loads_and_names_a_flavor}
+  tests/unit/test_config.py::test_{a_mistake_is_named,every_config_loads_and_names_a_flavor}
   tests/unit/test_data_loader.py::test_order_survives_every_change_between_two_steps
   "tests/unit/test_families.py::test_"{logits_and_gradients_equal_transformers,cached_decoding_gives_the_same_logits}"[llama3.1]"
   "tests/distributed/test_data_parallel.py::test_equals_a_plain_loop["{"one process, loss in chunks","FSDP 4, full","FSDP 2, summed in bfloat16"}"]"
