@@ -16,8 +16,8 @@ from parallel.activation_checkpoint import exempt_from_budget
 from parallel.context import local_indices
 from parallel.gradients import build_add, compile_each_shape
 from parallel.mesh import Mesh, ParallelDims
-from parallel.originals import check_original
-from parallel.tensor import CROSS_ENTROPY, LOSS_TERMS, vocab_parallel_cross_entropy
+from parallel.stand_ins import check_stand_in, numbers
+from parallel.tensor import vocab_parallel_cross_entropy
 
 
 def loss_chunks(config: Config) -> int:
@@ -38,9 +38,27 @@ def check_loss(config: Config) -> None:
     if names and parallelism.pp > 1:
         raise ConfigError(f"parallelism.pp = {parallelism.pp}: the loss has {', '.join(names)}, which needs pp = 1")
     if parallelism.tp > 1:
-        stand_in = "parallel.tensor.vocab_parallel_cross_entropy"
-        check_original(cross_entropy, {CROSS_ENTROPY}, stand_in, "parallelism.tp = 1")
-        check_original(loss_terms, {LOSS_TERMS}, stand_in, "parallelism.tp = 1")
+        _check_split_loss(config.training.z_loss)
+
+
+def _check_split_loss(z_loss: float) -> None:
+    """Raises ConfigError if the loss of whole logits is not what tp computes of split ones."""
+    labels = torch.arange(24).view(2, 12)
+    labels[0, :5] = IGNORED
+    whole = partial(stack_terms, labels_BS=labels, z_loss=z_loss)
+    split = partial(vocab_parallel_cross_entropy, labels_BS=labels, mesh=None, ignored=IGNORED, z_loss=z_loss)
+    name = "parallel.tensor.vocab_parallel_cross_entropy"
+    check_stand_in("loss.stack_terms", _sum(whole), _sum(split), [3 * numbers(2, 12, 24)], name, "parallelism.tp = 1")
+
+
+def _sum(terms: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """All terms and their sum, which alone has a gradient."""
+
+    def summed(logits: Tensor) -> Tensor:
+        found = terms(logits).reshape(-1)
+        return torch.cat((found.detach(), found.sum()[None]))
+
+    return summed
 
 
 def cross_entropy(logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
@@ -127,9 +145,9 @@ def _own_labels(labels: Tensor, mesh: Mesh) -> Tensor:
 def build_chunked_loss(
     compile: settings.Compile, mesh: Mesh, chunks: int, z_loss: float = 0.0
 ) -> Callable[..., Tensor]:
-    """Build the function (hidden [B, S, D], output weight [V, D], labels [B, S], compute) → summed loss, or its terms.
+    """Build the function (labels [B, S], compute, hidden [B, S, D], output weight [V, D]) → summed loss, or its terms.
 
-    `compute(hidden, weight)` makes the logits. A fifth argument is true if it casts the weight itself, to float8.
+    `compute(hidden, weight)` makes the logits, of nothing that is trained but these two.
 
     Only one of `chunks` chunks of the tokens has logits at a time. The forward computes its gradients at once, and
     backward only scales them, so nothing is computed twice (as in Liger-Kernel's fused linear cross-entropy, Hsu et
@@ -150,17 +168,13 @@ def build_chunked_loss(
     add = build_add(compile)
     scale_compiled = compile_each_shape(scale, compile)
 
-    def chunked(
-        hidden: Tensor, weight: Tensor, labels: Tensor, compute: Callable[..., Tensor], casts_weight: bool = False
-    ) -> Tensor:
+    def chunked(labels: Tensor, compute: Callable[..., Tensor], hidden: Tensor, weight: Tensor) -> Tensor:
         if mesh.cp.size() > 1:
             labels = _own_labels(labels, mesh)
         parts = zip(hidden.detach().flatten(0, 1).chunk(chunks), labels.flatten().chunk(chunks), strict=True)
         if not torch.is_grad_enabled():
             return torch.stack([summed(part, weight, label, compute) for part, label in parts]).sum(0)
-        low = weight.detach()
-        if not casts_weight:
-            low = low.to(hidden.dtype)  # once, not for each chunk
+        low = weight.detach().to(hidden.dtype)  # once, not for each chunk
         total = torch.zeros((), device=hidden.device)
         of_hidden = []
         of_weight: Tensor | None = None

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim.adamw import adamw
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from config import Compile
 from parallel.gradients import compile_each_shape
@@ -34,6 +34,7 @@ STEPS = 5
 BATCH_NUMBERS = 2**24  # most numbers in matrices that a rank computes together: a larger one fills a GPU alone
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}  # running means of each kind of group
 ADAMW_RMS = 0.2  # of the elements of AdamW's updates, which Muon's match (Liu et al. 2025, "Muon is scalable")
+Group = dict[str, Any]  # of weights, with what `optim._group_fields` says of them
 Part = tuple[slice, slice]  # of a matrix: rows, columns
 Pieces = defaultdict[int, list[Tensor]]  # rank → tensors for it or from it
 
@@ -58,22 +59,14 @@ class GroupedOptimizer(torch.optim.Optimizer):
         self.state_dtype = state_dtype
         self.dtype = dtype
         self.group = group
+        self.fuses = state_dtype == torch.float32 and fused_is_adamw()
         self.update_adamw = compile_each_shape(_adamw_update, compile)
         self.plans: dict[tuple[int, ...], Plan] = {}  # by the matrices that have a gradient
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        matrices = []
-        for group in self.param_groups:
-            trained = [parameter for parameter in group["params"] if parameter.grad is not None]
-            if group["kind"] == "muon":
-                matrices += [(parameter, group) for parameter in trained]
-            elif self.state_dtype == torch.float32:
-                self._step_fused_adamw(trained, group)
-            else:
-                for parameter in trained:
-                    self._step_adamw(parameter, group)
-        self._step_muon(matrices)
+        for kind, update in UPDATES.items():
+            update(self, [group for group in self.param_groups if group["kind"] == kind])
 
     def allocate_state(self) -> None:
         """Give every weight the state that its first step would begin with, for a load to fill."""
@@ -88,12 +81,11 @@ class GroupedOptimizer(torch.optim.Optimizer):
             if name not in state:
                 state[name] = torch.zeros_like(parameter, dtype=self.state_dtype)
         if kind == "adamw" and "step" not in state:
-            is_fused = self.state_dtype == torch.float32
-            state["step"] = torch.zeros((), device=local(parameter).device if is_fused else None)
+            state["step"] = torch.zeros((), device=local(parameter).device if self.fuses else None)
         return state
 
-    def _step_muon(self, matrices: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        """Update `matrices`, each given with its group."""
+    def _step_muon(self, groups: Sequence[Group]) -> None:
+        matrices = [(matrix, group) for group in groups for matrix in _trained(group)]
         updates = [self._momentum(matrix, group["betas"][0]) for matrix, group in matrices]
         key = tuple(id(matrix) for matrix, _ in matrices)
         if key not in self.plans:
@@ -113,34 +105,79 @@ class GroupedOptimizer(torch.optim.Optimizer):
         mean.copy_(new)
         return grad.lerp(new, momentum).to(self.dtype)
 
-    def _tensors_of(self, parameter: Tensor) -> tuple[Tensor, ...]:
+    def _step_adamw(self, groups: Sequence[Group]) -> None:
+        """By torch's kernel, where that computes what `_adamw_update` says. It takes float32 states only."""
+        for group in groups:
+            tensors = [self._adamw_tensors(weight) for weight in _trained(group)]
+            if self.fuses:
+                _step_fused(tensors, group)
+                continue
+            for of_weight in tensors:
+                _step_alone(of_weight, group, self.update_adamw)
+
+    def _adamw_tensors(self, parameter: Tensor) -> tuple[Tensor, ...]:
         """What an AdamW step takes of a weight: this rank's part, its gradient, running means, and the step."""
         state = self._state_of(parameter, "adamw")
         grad: Any = parameter.grad
         return local(parameter), local(grad), local(state["exp_avg"]), local(state["exp_avg_sq"]), state["step"]
 
-    def _step_fused_adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """By torch's kernel, which takes float32 states only."""
-        if not parameters:
-            return
-        tensors = map(self._tensors_of, parameters)
-        weights, grads, means, squares, steps = map(list, zip(*tensors, strict=True))
-        beta1, beta2 = group["betas"]
-        adamw(
-            weights, grads, means, squares, [], steps, fused=True, amsgrad=False, maximize=False, lr=group["lr"],
-            beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
-        )  # fmt: skip
 
-    def _step_adamw(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
-        *tensors, step = self._tensors_of(parameter)
-        step.add_(1)
-        # What changes with the step is computed on the host, as tensors: a Python number that changes would cause
-        # another compilation.
-        shrink = torch.tensor(1 - group["lr"] * group["weight_decay"], dtype=torch.float32)
-        rate = group["lr"] / (1 - beta1**step)
-        correction = 1 - beta2**step
-        self.update_adamw(*tensors, shrink, rate, correction, beta1, beta2, group["eps"])
+# What updates the weights of each kind of group. Another kind is a line here and one in STATES.
+UPDATES: dict[str, Callable[[GroupedOptimizer, Sequence[Group]], None]] = {
+    "adamw": GroupedOptimizer._step_adamw,
+    "muon": GroupedOptimizer._step_muon,
+}
+
+
+def _trained(group: Group) -> list[Tensor]:
+    return [weight for weight in group["params"] if weight.grad is not None]
+
+
+def _step_fused(tensors: Sequence[tuple[Tensor, ...]], group: Group) -> None:
+    if not tensors:
+        return
+    weights, grads, means, squares, steps = map(list, zip(*tensors, strict=True))
+    beta1, beta2 = group["betas"]
+    adamw(
+        weights, grads, means, squares, [], steps, fused=True, amsgrad=False, maximize=False, lr=group["lr"],
+        beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
+    )  # fmt: skip
+
+
+def _step_alone(tensors: tuple[Tensor, ...], group: Group, update: Callable[..., None]) -> None:
+    *of_weight, step = tensors
+    beta1, beta2 = group["betas"]
+    step.add_(1)
+    # What changes with the step is computed on the host, as tensors: a Python number that changes would cause another
+    # compilation.
+    shrink = torch.tensor(1 - group["lr"] * group["weight_decay"], dtype=torch.float32)
+    rate = group["lr"] / (1 - beta1**step)
+    correction = 1 - beta2**step
+    update(*of_weight, shrink, rate, correction, beta1, beta2, group["eps"])
+
+
+@torch.no_grad()
+def fused_is_adamw() -> bool:
+    """Whether torch's kernel still computes what `_adamw_update` says: tried on a few numbers, on CPU."""
+    with _disable_current_modes():
+        return _fused_equals_update()
+
+
+def _fused_equals_update() -> bool:
+    group = {"lr": 0.1, "betas": (0.8, 0.9), "weight_decay": 0.5, "eps": 0.1}
+    generator = torch.Generator().manual_seed(0)
+    for shape in ((6, 4), (5,)):
+        weight = torch.randn(shape, generator=generator)
+        alone, fused = ((weight.clone(), *(torch.zeros(shape) for _ in range(3)), torch.zeros(())) for _ in range(2))
+        for scale in (1.0, 1e-3, 10.0):
+            gradient = scale * torch.randn(shape, generator=generator)
+            alone[1].copy_(gradient)
+            fused[1].copy_(gradient)
+            _step_alone(alone, group, _adamw_update)
+            _step_fused([fused], group)
+        if not torch.allclose(alone[0], fused[0], rtol=1e-5, atol=1e-6):
+            return False
+    return True
 
 
 def local(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import config as settings
 from checkpoint.state import clean_name
 from config import Config, ConfigError, ParameterGroup
-from muon import GroupedOptimizer, local
+from muon import UPDATES, GroupedOptimizer, local
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its
 
 
 def check_optim(config: Config, run_folder: Path | None = None) -> None:
-    """Raises ConfigError for islands that would not meet in time and, in a run under way, for too long a schedule."""
+    """Refuse island intervals that do not divide, and schedules longer than a resumed run. Raises ConfigError."""
     if run_folder is not None:
         _check_schedule(config, run_folder)
     optimizer = config.optimizer
@@ -75,13 +75,14 @@ def build_groups(
     """
     patterns = [*settings.groups, ParameterGroup()]  # the last one is for weights that no other pattern matches
     matched = set()
-    groups: dict[tuple[int, str, float], dict[str, Any]] = {}
+    groups: dict[tuple[Any, ...], dict[str, Any]] = {}
     for name, weight in weights:
         name = clean_name(name)
         number = next(i for i, group in enumerate(patterns) if fnmatchcase(name, group.pattern))
         matched.add(number)
         fields = _group_fields(name, weight, patterns[number], settings)
-        group = groups.setdefault((number, fields["kind"], fields["weight_decay"]), {"params": [], **fields})
+        fields["factor"] = fields["lr"] / (settings.lr or 1.0)
+        group = groups.setdefault((number, *fields.values()), {"params": [], **fields})
         group["params"].append(weight)
     for number, asked in enumerate(settings.groups):
         if whole and number not in matched:
@@ -94,6 +95,8 @@ def _group_fields(name: str, weight: Tensor, group: ParameterGroup, settings: se
     kind = group.kind or "adamw"
     if not group.kind and weight.ndim == 2 and name.startswith("layers."):
         kind = settings.name
+    if kind not in UPDATES:
+        raise ConfigError(f"optimizer.name = {kind!r}: UPDATES in muon.py has no such kind of group")
     if kind == "muon" and weight.ndim != 2:
         raise ConfigError(f'optimizer.groups: {group.pattern!r} has kind = "muon", but {name} is no matrix')
     weight_decay = group.weight_decay
@@ -115,7 +118,6 @@ def _group_fields(name: str, weight: Tensor, group: ParameterGroup, settings: se
         "kind": kind,
         "pattern": group.pattern,
         "lr": settings.lr * group.lr,
-        "factor": group.lr,
         "weight_decay": weight_decay,
         "betas": tuple(betas.values()),
         "eps": settings.eps,
@@ -152,7 +154,10 @@ def build_optimizer(
     state_dtype = getattr(torch, optimizer.state_dtype)
     muon_dtype = getattr(torch, param_dtype)
     compile = compile or settings.Compile()
-    return GroupedOptimizer(build_groups(weights, optimizer), state_dtype, muon_dtype, compile, group)
+    built = GroupedOptimizer(build_groups(weights, optimizer), state_dtype, muon_dtype, compile, group)
+    if state_dtype == torch.float32 and not built.fuses:
+        logger.info("optimizer: _adamw_update was edited, so torch's fused AdamW does not stand in for it")
+    return built
 
 
 def allocate_state(optimizer: Any) -> None:
@@ -236,7 +241,7 @@ def _mean_of_islands(value: Tensor, islands: DeviceMesh) -> Tensor:
 
 
 def fit_schedule(schedule: settings.LRScheduler, steps: int) -> tuple[int, int]:
-    """Steps of warm-up and of decay. If both exceed `steps`, as in a short trial, they shrink in proportion."""
+    """Steps of warm-up and of decay. If both exceed `steps`, they are scaled down."""
     warmup_steps = schedule.warmup_steps
     decay_steps = _decay_steps(schedule, steps)
     both = warmup_steps + decay_steps
@@ -252,7 +257,9 @@ def _decay_steps(schedule: settings.LRScheduler, steps: int) -> int:
         return schedule.decay_steps or round(schedule.decay_fraction * steps)
     if schedule.schedule == "cosine":
         return max(0, steps - schedule.warmup_steps)
-    return 0
+    if schedule.schedule == "constant":
+        return 0
+    raise ConfigError(f"lr_scheduler.schedule = {schedule.schedule!r}: _decay_steps in optim.py has no such schedule")
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRScheduler, batch: int = 0) -> float:
@@ -272,12 +279,15 @@ def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRSched
     if left >= decay_steps:
         return peak
     done = 1 - left / decay_steps  # share of the decay
-    if schedule.schedule == "cosine" or schedule.decay == "cosine":
+    shape = "cosine" if schedule.schedule == "cosine" else schedule.decay
+    if shape == "cosine":
         share = 0.5 * (1 + math.cos(math.pi * done))
-    elif schedule.decay == "sqrt":
+    elif shape == "sqrt":
         share = 1 - math.sqrt(done)
-    else:
+    elif shape == "linear":
         share = 1 - done
+    else:
+        raise ConfigError(f"lr_scheduler.decay = {shape!r}: learning_rate in optim.py has no such shape")
     return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * share)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,12 +28,12 @@ from models.generation import Request, TextStream, check_prompt, generate
 from models.trained import Trained, add_place_arguments, load_from_arguments
 from parallel.fsdp import reshard
 from parallel.mesh import ParallelDims
-from parallel.pipeline import Compute
 from run.run import TrainingRun
+from trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
-NO_LABEL = "no held-out token is one to train on, as answers are"
+NO_LABEL = "no trained tokens (such as answers) in the held-out data"
 
 
 def validation_sets(config: Config) -> dict[str, Config]:
@@ -51,9 +50,27 @@ def validation_sets(config: Config) -> dict[str, Config]:
     return sets
 
 
-@torch.no_grad()
 def validate_all(
-    run: TrainingRun, parts: list[nn.Module], compute: Compute, step: int, answers: Sequence[Answers] = ()
+    run: TrainingRun, trainer: Trainer, checkpoint: CheckpointManager, step: int, answers: Sequence[Answers] = ()
+) -> dict[str, float]:
+    """The figures of the weights after `step` and, as NAME/average, of the mean of the last checkpoints' weights.
+
+    There are none of the latter unless validation.average asks for them and there is a checkpoint. Collective.
+    """
+    figures = validate_weights(run, trainer, step, answers)
+    if figures and run.config.validation.average:
+        with checkpoint.averaged(run.config.validation.average) as found:
+            trainer.refresh_weights()
+            if found:
+                averaged = validate_weights(run, trainer, step, answers)
+                figures |= {f"{name}/average": value for name, value in averaged.items()}
+        trainer.refresh_weights()
+    return figures
+
+
+@torch.no_grad()
+def validate_weights(
+    run: TrainingRun, trainer: Trainer, step: int, answers: Sequence[Answers] = ()
 ) -> dict[str, float]:
     """`validation_loss` in nats per token and, if the tokenizer keeps all bytes, `bits_per_byte` of text after `step`.
 
@@ -67,7 +84,7 @@ def validate_all(
     lengths = torch.from_numpy(run.data.tokenizer.byte_lengths).to(run.device)
 
     def forward(tokens: Tensor, labels: Tensor, positions: Tensor) -> Tensor:
-        terms = compute.forward(tokens, labels, positions)
+        terms = trainer.compute.forward(tokens, labels, positions)
         return terms.reshape(-1)[0] / dims.tp  # the cross-entropy, which all ranks of tp computed
 
     dp_rank = dims.dp_rank(run.environment.rank)
@@ -79,7 +96,7 @@ def validate_all(
         sets.append((own.name, own.batches(dp_rank, dims.dp), own.n_bytes))
     figures: dict[str, float] = {}
     for name, batches, answer_bytes in sets:
-        with run.watchdog.section("validation"), _no_training(parts):
+        with run.watchdog.section("validation"), _no_training(trainer.parts):
             total = sum_batches(run.watchdog.follow(batches), forward, lengths, run.device, run.asked_to_stop)
         if total is None:
             logger.info(f"step {step}: not validated to the end, since the run is to stop")
@@ -92,22 +109,6 @@ def validate_all(
         for key, value in _figures(total, answer_bytes).items():
             figures[f"{key}/{name}".rstrip("/")] = value
     return figures
-
-
-def validate_average(
-    run: TrainingRun, checkpoint: CheckpointManager, refresh_weights: Callable[[], None], *of_model: Any
-) -> dict[str, float]:
-    """The figures of the mean of the last checkpoints' weights, as NAME/average; {} without a checkpoint. Collective.
-
-    `of_model`: parts and so on, as for `validate_all`.
-    """
-    figures: dict[str, float] = {}
-    with checkpoint.averaged(run.config.validation.average) as found:
-        if found:
-            refresh_weights()
-            figures = validate_all(run, *of_model)
-    refresh_weights()
-    return {f"{name}/average": value for name, value in figures.items()}
 
 
 def sum_batches(

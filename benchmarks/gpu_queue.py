@@ -39,8 +39,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS, REHEARSAL = ROOT / "benchmarks" / "results", ROOT / "outputs" / "rehearsal"
 # What computes a step. If one of these files changes, results are old.
 CODE = (
-    "train.py", "config.py", "loss.py", "optim.py", "muon.py", "models/**/*.py", "parallel/*.py", "float8/*.py",
-    "checkpoint/*.py", "run/*.py", "tests/gpu/*.py",
+    "train.py", "trainer.py", "config.py", "loss.py", "optim.py", "muon.py", "models/**/*.py", "parallel/*.py",
+    "float8/*.py", "checkpoint/*.py", "run/*.py", "tools/same.py", "tests/layouts.py", "tests/gpu/*.py",
 )  # fmt: skip
 ENVIRONMENT = {"TEST_GPU": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "300"}  # the last: of pytest's summary
 SHOWN = ("ratio", "passed", "failed")  # of a result in the table, beside rates

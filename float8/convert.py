@@ -6,21 +6,20 @@ torchao is imported where it is used: it takes seconds to load, and only float8 
 import dataclasses
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import config as settings
 from config import Config, ConfigError
 from float8.cpu import replace_matmul
-from parallel.originals import check_forward, check_original
+from parallel.stand_ins import check_stand_in, numbers, with_parts
 
 logger = logging.getLogger(__name__)
 
-# Digests of the model's linear and output layers that float8 layers compute, see parallel/originals.py.
-LINEAR = ("288dc45ee651", "f9c13d2b755c")
-LOGITS = "fda68fd1d73c"
 ONE_SCALE = "tensorwise"  # the recipe with one scale per tensor, independent of which rank holds which rows
 
 
@@ -135,12 +134,17 @@ def _check_edits(name: str, linear: nn.Linear, float8: settings.Float8) -> None:
     instead = f'float8.skip = ["{name.rpartition(".")[2]}"]'
     if own_kernels(float8) and linear.bias is not None:
         raise ConfigError(f'{name}: has a bias, which float8.kernels = "own" cannot add: set {instead}')
-    stand_in = "the layer of float8.convert.build_linear"
-    if type(linear).forward is not nn.Linear.forward:
-        check_forward(linear, LINEAR, stand_in, instead)
-    compute: Any = getattr(linear, "compute", None)
+    x, weight = numbers(4, 8), numbers(16, 8)
+    bias = None if linear.bias is None else numbers(16)
+
+    def own(x: Tensor, weight: Tensor) -> Tensor:
+        return with_parts(linear, weight=weight, bias=bias)(x)
+
+    stand_in = "float8.convert.build_linear"
+    check_stand_in(name, own, partial(F.linear, bias=bias), [x, weight], stand_in, instead)
+    compute: Any = getattr(linear, "compute", None)  # of the model's logits
     if compute is not None:
-        check_original(compute, {LOGITS}, stand_in, instead)
+        check_stand_in(f"{name}.compute", compute, F.linear, [x, weight], stand_in, instead)
 
 
 def build_linear(linear: nn.Linear, float8: settings.Float8) -> nn.Linear:

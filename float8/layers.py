@@ -6,6 +6,7 @@ of the weights. With tensor parallelism norms stay torch's, since their results 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,14 +17,11 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from float8.casts import Cast, cast, multiply
-from parallel.originals import check_forward
+from parallel.stand_ins import check_stand_in, numbers, with_parts
 
 if torch.cuda.is_available():
     from float8 import kernels  # noqa: F401  (registers them)
 
-# Digests of the model's SwiGLU and norm that are computed here, see parallel/originals.py.
-FEED_FORWARD = "eb3c0fb914cb"
-NORM = "dfc2e86b4b55"
 INSTEAD = 'float8.kernels = "compiler"'
 How = tuple[str, bool]  # the recipe, and whether backward's matmuls sum in fewer bits
 # Llama's norms, and the layers that alone read what they return.
@@ -137,12 +135,12 @@ class _FeedForward(torch.autograd.Function):
 
 
 class Linear(Float8Linear):
-    """torchao's layer, which also serves a loss that makes its own logits, like the model's `Output`."""
+    """torchao's layer, which also lends its weight, like the model's `Output`."""
 
-    def forward(self, input: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:
-        if loss is None:
+    def forward(self, input: Tensor, use: Callable[..., Tensor] | None = None) -> Tensor:
+        if use is None:
             return super().forward(input)
-        return loss(input, self.weight, self.compute, True)
+        return use(input, self.weight)
 
     def compute(self, x: Tensor, weight: Tensor) -> Tensor:
         return matmul_with_hp_or_float8_args.apply(x, weight.t(), self.linear_mm_config, self.config)
@@ -153,10 +151,8 @@ class OwnLinear(Linear):
 
     how: How
 
-    def forward(self, input: Any, loss: Callable[..., Tensor] | None = None) -> Tensor:
-        if loss is None:
-            return self.compute(input, self.weight)
-        return super().forward(input, loss)
+    def forward(self, input: Any, use: Callable[..., Tensor] | None = None) -> Tensor:
+        return super().forward(input, use or self.compute)
 
     def compute(self, x: Tensor | Quantized, weight: Tensor) -> Tensor:
         """y [..., N] of x [..., K]. With tensor parallelism each rank casts its own part."""
@@ -225,9 +221,36 @@ def convert_around(model: nn.Module, norms: bool) -> None:
             norm = layers.get(name)
             before = norms and not getattr(block, "norm_after", False)
             if before and isinstance(norm, nn.RMSNorm) and own.issuperset(readers):
-                check_forward(norm, {NORM}, "float8.layers.OwnNorm", INSTEAD)
+                _check_norm(norm)
                 setattr(block, name, OwnNorm(norm, layers[readers[0]].how[0]))
         for name, child in block.named_children():
             if own.issuperset(f"{name}.{w}" for w in ("w1", "w2", "w3")):
-                check_forward(child, {FEED_FORWARD}, "float8.layers.OwnFeedForward", INSTEAD)
+                _check_feed_forward(child)
                 setattr(block, name, OwnFeedForward(**dict(child.named_children())))  # type: ignore[arg-type]
+
+
+def _check_norm(norm: nn.RMSNorm) -> None:
+    (dim,) = norm.normalized_shape
+
+    def own(x: Tensor, weight: Tensor) -> Tensor:
+        return with_parts(norm, weight=weight)(x)
+
+    def plain(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (dim,), weight, norm.eps)
+
+    what = type(norm).__qualname__
+    tensors = [0.01 * numbers(4, dim), numbers(dim)]  # so small that the norm's eps counts
+    check_stand_in(what, own, plain, tensors, "float8.layers.OwnNorm", INSTEAD)
+
+
+def _check_feed_forward(layer: nn.Module) -> None:
+    def own(x: Tensor, *weights: Tensor) -> Tensor:
+        linears = {f"w{i}": partial(F.linear, weight=weight) for i, weight in enumerate(weights, 1)}
+        return with_parts(layer, **linears)(x)
+
+    def plain(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+        return F.linear(F.silu(F.linear(x, w1)) * F.linear(x, w3), w2)
+
+    what = type(layer).__qualname__
+    tensors = [numbers(4, 8), numbers(16, 8), numbers(8, 16), numbers(16, 8) + 1]
+    check_stand_in(what, own, plain, tensors, "float8.layers.OwnFeedForward", INSTEAD)

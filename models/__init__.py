@@ -21,8 +21,8 @@ from models.llama.parallelize import apply_parallelism, check_parallelism, check
 class ModelSpec:
     """What train.py needs of a model family.
 
-    `model(flavor)` builds a module with `init_std(name)` and `flops_per_token(seq_len)`. Flavors are dataclasses with
-    `vocab_size`, `dim` and `n_layers`; `recorded_flavor(fields)` builds one from its `asdict`.
+    `model(flavor)` builds a module with `init_weight(name, weight, generator)` and `flops_per_token(seq_len)`. Flavors
+    are dataclasses with `vocab_size`, `dim` and `n_layers`; `recorded_flavor(fields)` builds one from its `asdict`.
     `check_parallelism(flavor, config)` raises ConfigError if the two do not fit, `check_replacements(model, config,
     chunks)` if a parallelism or the loss in chunks would ignore an edit of the model. `apply_parallelism(model, mesh,
     config)` shards the model and returns the parts this rank holds. `hf` names the module with the functions of
@@ -116,7 +116,11 @@ def recorded_model(identity: Mapping[str, Any]) -> tuple[ModelSpec, Any]:
 
 
 def build_model(spec: ModelSpec, flavor: Any) -> nn.Module:
-    """Build the model on the meta device, without memory. Raises ConfigError for buffers and weights with two names."""
+    """Build the model on the meta device, without memory.
+
+    Raises ConfigError for what would not be there after sharding: buffers, weights with two names, and initial values
+    that are not those of `init_weight`.
+    """
     with torch.device("meta"):
         model = spec.model(flavor)
     for name, _ in model.named_buffers():
@@ -124,6 +128,8 @@ def build_model(spec: ModelSpec, flavor: Any) -> nn.Module:
             f"buffer {name}: would stay empty, since only parameters get initial values; "
             "compute it in forward, or make it a parameter"
         )
+    for name, weight in model.named_parameters():
+        _check_initial_values(model, name, weight)
     names = {name for name, _ in model.named_parameters()}
     for name, _ in model.named_parameters(remove_duplicate=False):
         if name not in names:
@@ -132,6 +138,18 @@ def build_model(spec: ModelSpec, flavor: Any) -> nn.Module:
                 "let forward use one module in both places, as Llama does for tied embeddings"
             )
     return model
+
+
+def _check_initial_values(model: Any, name: str, weight: nn.Parameter) -> None:
+    if weight._version > 1:  # torch's own layers fill a weight once, without effect on the meta device
+        raise ConfigError(
+            f"{name}: is filled in __init__, which has no effect, since the model is built without memory; "
+            f"give its initial values in {type(model).__name__}.init_weight"
+        )
+    try:
+        model.init_weight(name, torch.empty_like(weight), None)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _look_up(key: str, name: Any, known: Mapping[str, Any]) -> Any:

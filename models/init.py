@@ -16,19 +16,15 @@ def init_weights(
 
     Each parameter has its own generator, seeded by `seed` and its name. Every rank draws the full value and keeps its
     shard, so the weights are the same for any world size and mesh (on one type of device).
-    `model.init_std(name)` is the standard deviation of a normal cut off at three of them, or None for ones.
+    `model.init_weight(name, weight, generator)` fills one.
     `on_progress` is called after each parameter: on the host a large model takes many minutes.
     """
-    init_std: Callable[[str], float | None] = model.init_std  # type: ignore[assignment]
     model.to_empty(device=device)
     for name, parameter in model.named_parameters():
-        std = init_std(name)
-        full = torch.ones(parameter.shape, device=device, dtype=parameter.dtype)
-        if std is not None:
-            digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-            generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
-            # Clamped, not redrawn: trunc_normal_ is an order of magnitude slower on CPU.
-            full.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
+        full = torch.empty(parameter.shape, device=device, dtype=parameter.dtype)
+        digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        model.init_weight(name, full, generator)  # type: ignore[operator]
         if isinstance(parameter, DTensor):
             # src_data_rank=None: send nothing, since every rank has the same full tensor.
             full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 aten = torch.ops.aten
-ATTENTION = "7aceb3a2f7e7"  # digest of the attention that the ring computes, see parallel/originals.py
 
 
 def local_indices(seq_len: int, mesh: DeviceMesh, device: torch.device | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from parallel.fsdp import set_last_microbatch
 from parallel.mesh import Mesh
 
 LossFn = Callable[[Tensor, Tensor], Tensor]  # (logits, labels) → summed loss
-ChunkedLoss = Callable[..., Tensor]  # (hidden states, output weight, labels) → summed loss
+ChunkedLoss = Callable[..., Tensor]  # (labels, what makes logits, hidden states, output weight) → summed loss
 
 
 class Compute(NamedTuple):
@@ -51,11 +51,7 @@ def build_compute(
     def forward(tokens: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
         if chunked_loss is None:
             return loss_fn(model(tokens, positions), labels)
-
-        def loss(hidden: Tensor, weight: Tensor, *how: Any) -> Tensor:
-            return chunked_loss(hidden, weight, labels, *how)
-
-        return model(tokens, positions, loss=loss)
+        return model(tokens, positions, loss=partial(chunked_loss, labels))
 
     def forward_backward(
         tokens: Tensor, labels: Tensor, positions: Tensor | None, n_tokens: Tensor, is_last: bool

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -206,7 +206,7 @@ class TrainingRun:
         """Note the checkpoint of a step, in any thread."""
         self.watchdog.last_checkpoint = step
 
-    def forward_backward(self, compute: Compute, microbatches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
+    def forward_backward(self, compute: Compute, microbatches: Sequence[Batch], n_tokens: Tensor) -> list[Tensor]:
         """The losses of all microbatches of a step of `n_tokens`, after forward and backward."""
         self._computed = bool(microbatches)
         losses = []

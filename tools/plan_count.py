@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import start
 import train
+import trainer
 from config import Config
 from data.ledger import build_phases
 from data.loader import Batch
@@ -127,7 +128,7 @@ def dry_run(case: Case, microbatches: int) -> DryRun:
         (start, "check_opened", lambda *_: None),
         (start, "DataLoader", step.load_zeros),
         (train, "TrainingRun", lambda *_: run),
-        (train, "init_weights", step.allocate),
+        (trainer, "init_weights", step.allocate),
         (train, "CheckpointManager", lambda *_, **__: mock.Mock(load=lambda: 0)),
         (train, "BadSteps", lambda *_: mock.Mock(skipped=())),
         (train, "MetricsLogger", mock.Mock()),

@@ -13,18 +13,22 @@ attention.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils._python_dispatch import _disable_current_modes  # a mode would make numbers that cannot be read
 
 # Only on CUDA, where it is used: torch.compile imports the compiler, which takes a second.
 compiled_flex_attention = torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention
 # Uncompiled it would make the whole boolean [B, S, T], several times.
 compiled_block_mask = torch.compile(create_block_mask) if torch.cuda.is_available() else create_block_mask
 Mask = Tensor | BlockMask | None  # None: causal
+MATRICES = ("tok_embeddings", "wq", "wk", "wv", "wo", "w1", "w2", "w3", "output")  # whose initial values are drawn
+PROBED_PLACES = 2**15  # where a changed mask is looked for
 CACHE_STEP = 256  # places by which caches grow: a kernel may have to be built for each length
 
 
@@ -136,18 +140,19 @@ class KVCache:
         return stored[:, :, :length].chunk(2, dim=1)
 
 
-def rope_frequencies(rope: Rope, device: torch.device, length: int = 0) -> Tensor:
+def rope_frequencies(rope: Rope, device: torch.device, lengths: Tensor | None = None) -> Tensor:
     """Angle per position by which each pair of a head is rotated, [H / 2], float32 (Su et al. 2021).
 
-    `length` is the longest position + 1, for dynamic scaling.
+    `lengths` [B, 1, 1], each row's longest position + 1, is for dynamic scaling, whose angles are [B, 1, H / 2].
     """
-    theta, head_dim, scaling = rope
+    theta: Any = rope.theta
+    head_dim, scaling = rope.head_dim, rope.scaling
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     if not theta:
         return torch.zeros_like(exponents)
-    if scaling is not None and scaling.kind == "dynamic" and length > scaling.original_seq_len:
-        growth = scaling.factor * length / scaling.original_seq_len - (scaling.factor - 1)
-        theta *= growth ** (head_dim / (head_dim - 2))
+    if scaling is not None and scaling.kind == "dynamic" and lengths is not None:
+        growth = scaling.factor * lengths / scaling.original_seq_len - (scaling.factor - 1)
+        theta = theta * growth.clamp(min=1) ** (head_dim / (head_dim - 2))
     frequencies = 1.0 / theta**exponents
     if scaling is None or scaling.kind == "dynamic":
         return frequencies
@@ -182,9 +187,9 @@ def _yarn_keep(rope: Rope, scaling: RopeScaling, device: torch.device) -> Tensor
     return 1 - ((pairs - first) / (last - first)).clamp(0, 1)
 
 
-def rope_cos_sin(rope: Rope, positions: Tensor, length: int = 0) -> tuple[Tensor, Tensor]:
+def rope_cos_sin(rope: Rope, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles at every position, each [B or 1, S, 1, H], float32."""
-    angles = positions[..., None].float() * rope_frequencies(rope, positions.device, length)
+    angles = positions[..., None].float() * rope_frequencies(rope, positions.device, lengths)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(-2)
     if rope.scaling is None or rope.scaling.kind != "yarn":
         return angles.cos(), angles.sin()
@@ -199,37 +204,55 @@ def apply_rope(x_BSNH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).type_as(x_BSNH)
 
 
+def visible(query: Tensor, key: Tensor, window: int) -> Tensor:
+    """Whether a token at the place `query` sees one of its document at the place `key`. Shapes broadcast.
+
+    With a `window` it sees the nearest so many tokens, itself included; 0: all before it.
+    """
+    distance = query - key
+    if window:
+        return (distance >= 0) & (distance < window)
+    return distance >= 0
+
+
 def causal_mask(positions_BT: Tensor, queries_S: Tensor, window: int = 0) -> Tensor | BlockMask:
     """The mask for the tokens at the places `queries_S`: they see what is not after them in their document.
 
-    Of that, with a `window`, the nearest so many tokens, themselves included. Documents start where `positions_BT` is
-    0. A boolean [B, 1, S, T], but on CUDA flex attention's block mask, since with a boolean cuDNN's backward on an H100
-    may give NaN (torch 2.11 to 2.13, github.com/pytorch/pytorch/issues/196678).
+    Of that, those that are `visible`. Documents start where `positions_BT` is 0. A boolean [B, 1, S, T], but on CUDA
+    flex attention's block mask, since with a boolean cuDNN's backward on an H100 may give NaN (torch 2.11 to 2.13,
+    github.com/pytorch/pytorch/issues/196678).
     """
     documents_BT = (positions_BT == 0).cumsum(dim=1)
     B, T = documents_BT.shape
     S = queries_S.shape[0]
-    reach = window or T
     if positions_BT.is_cuda:
 
-        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            near = (queries_S[q] >= k) & (queries_S[q] - k < reach)
-            return near & (documents_BT[b, queries_S[q]] == documents_BT[b, k])
+        def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            same_document = documents_BT[b, queries_S[q]] == documents_BT[b, k]
+            return same_document & visible(queries_S[q], k, window)
 
-        return compiled_block_mask(visible, B, None, S, T, device="cuda")
+        return compiled_block_mask(seen, B, None, S, T, device="cuda")
     same_document = documents_BT[:, None, queries_S, None] == documents_BT[:, None, None, :]
-    distance_ST = queries_S[:, None] - torch.arange(T, device=queries_S.device)
-    return same_document & (distance_ST >= 0) & (distance_ST < reach)
+    return same_document & visible(queries_S[:, None], torch.arange(T, device=queries_S.device), window)
+
+
+def mask_is_causal() -> bool:
+    """Whether `causal_mask`, of one document and without a window, is still what attention computes without a mask.
+
+    Tried on a few of many places, on CPU, also where the model is built on another device or for counting alone.
+    """
+    with _disable_current_modes():
+        places = torch.arange(PROBED_PLACES, device="cpu")
+        queries = places[[0, 1, 2, 5, 100, 5000, -1]]
+        mask = causal_mask(places[None], queries)
+        return isinstance(mask, Tensor) and torch.equal(mask, (queries[:, None] >= places)[None, None])
 
 
 def cache_mask(positions_BS: Tensor, window: int) -> Tensor:
     """The mask for tokens at `positions_BS` of their rows' caches, [B, 1, S, T]. T is filled up to a CACHE_STEP."""
     filled = (int(positions_BS.max()) // CACHE_STEP + 1) * CACHE_STEP
-    distance_BST = positions_BS[..., None] - torch.arange(filled, device=positions_BS.device)
-    mask = distance_BST >= 0
-    if window:
-        mask &= distance_BST < window
-    return mask[:, None]
+    places = torch.arange(filled, device=positions_BS.device)
+    return visible(positions_BS[..., None], places, window)[:, None]
 
 
 def _build_mask(window: int, positions_BS: Tensor, own: Tensor, masked: bool, caches: Sequence[KVCache] | None) -> Mask:
@@ -241,10 +264,10 @@ def _build_mask(window: int, positions_BS: Tensor, own: Tensor, masked: bool, ca
 
 
 def _build_angles(rope: Rope, positions_BS: Tensor, own_positions_BS: Tensor) -> tuple[Tensor, Tensor]:
-    length = 0
+    lengths = None
     if rope.scaling is not None and rope.scaling.kind == "dynamic":
-        length = int(positions_BS.max()) + 1
-    return rope_cos_sin(rope, own_positions_BS, length)
+        lengths = positions_BS.amax(1)[:, None, None] + 1  # of each row, so that no row depends on its neighbours
+    return rope_cos_sin(rope, own_positions_BS, lengths)
 
 
 def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask) -> Tensor:
@@ -272,17 +295,19 @@ class Linear(nn.Linear):
 
 
 class Output(nn.Linear):
-    """The last matmul. With `loss` it returns `loss(hidden states, weight, self.compute)`, for a loss in chunks."""
+    """The last matmul, or what else is to be computed of the last hidden states and the weight.
+
+    Sharding has the whole weight here alone, so those who need it come here: `use(hidden states, weight)`.
+    """
 
     @staticmethod
     def compute(x: Tensor, weight: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D] and the weight [V, D]."""
         return F.linear(x, weight.to(x.dtype))
 
-    def forward(self, x: Tensor, loss: Callable[..., Tensor] | None = None) -> Tensor:
-        if loss is None:
-            return self.compute(x, self.weight)
-        return loss(x, self.weight, self.compute)
+    def forward(self, x: Tensor, use: Callable[..., Tensor] | None = None) -> Tensor:
+        use = use or self.compute
+        return use(x, self.weight)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -412,6 +437,7 @@ class Llama(nn.Module):
         self.config = config
         # A pipeline gives the embedding to the first stage, norm and output to the last; others have None.
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.always_masks = not mask_is_causal()
         # Keyed by number, so that parameters keep their names when a pipeline stage holds only some layers.
         self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
         self.norm: RMSNorm | None = RMSNorm(config.dim, config.norm_eps)
@@ -427,7 +453,7 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Logits [B, S, V] of tokens [B, S]. Between pipeline stages input or result are hidden states.
 
-        With `loss`, a function of the last hidden states, the output's weight and `Output.compute`: what that returns.
+        With `loss`: what `loss(self._compute_logits, last hidden states, output's weight)` returns.
 
         `positions_BS` are the tokens' places in their documents: they restart at 0 with each document, and a token
         sees only its own document. None: one document per row. With `caches` (one per layer) positions do not restart:
@@ -438,25 +464,26 @@ class Llama(nn.Module):
         own = torch.arange(S, device=x.device)
         positions = own[None] if positions_BS is None else positions_BS
         own_positions = positions
-        masked = positions_BS is not None  # documents, or caches
+        masked = self.always_masks or positions_BS is not None  # documents, or caches
         if self.local_indices is not None:
             own = self.local_indices(S)
             own_positions = positions[:, own]
             masked |= self.local_mask
             if self.tok_embeddings is not None:  # tokens, not a pipeline's hidden states
                 x = x[:, own]
-        windows = [self.config.window(int(i)) for i in self.layers]
-        masks = {window: _build_mask(window, positions, own, masked, caches) for window in set(windows)}
-        ropes = [self.config.rope(int(i)) for i in self.layers]
-        angles = {rope: _build_angles(rope, positions, own_positions) for rope in set(ropes)}
+        windows = {self.config.window(int(layer)) for layer in self.layers}
+        masks = {window: _build_mask(window, positions, own, masked, caches) for window in windows}
+        ropes = {self.config.rope(int(layer)) for layer in self.layers}
+        angles = {rope: _build_angles(rope, positions, own_positions) for rope in ropes}
 
         h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         h = h.to(self.compute_dtype or h.dtype)
         if self.config.embedding_multiplier and self.tok_embeddings is not None:
             h = h * self.config.embedding_multiplier
-        for i, block in enumerate(self.layers.values()):
-            cos, sin = angles[ropes[i]]
-            mask = masks[windows[i]]
+        for name, block in self.layers.items():
+            i = int(name)  # in the whole model: a stage of a pipeline begins with another than 0
+            cos, sin = angles[self.config.rope(i)]
+            mask = masks[self.config.window(i)]
             if caches:
                 h = block(h, cos, sin, mask, caches[i], positions)
             else:
@@ -467,34 +494,40 @@ class Llama(nn.Module):
         if self.config.logits_divisor:
             h = h / self.config.logits_divisor
         if loss is not None:
-            return self._compute_loss(h, loss)
-        logits = self._compute_logits(h)
+            return self._use_output(h, partial(loss, self._compute_logits))
+        logits = self._use_output(h, self._compute_logits)
         return logits.view(-1, own.shape[0], logits.shape[-1])
 
-    def _compute_logits(self, h: Tensor) -> Tensor:
+    def _use_output(self, h: Tensor, use: Callable[..., Tensor]) -> Tensor:
         if self.output is not None:
-            return self.output(h)
+            return self.output(h, use)
         assert self.tok_embeddings is not None, "tied: one weight at both ends"
-        return Output.compute(h, self.tok_embeddings.weight)
+        return use(h, self.tok_embeddings.weight)
 
-    def _compute_loss(self, h: Tensor, loss: Callable[..., Tensor]) -> Tensor:
-        if self.output is not None:
-            return self.output(h, loss)
-        assert self.tok_embeddings is not None, "tied: one weight at both ends"
-        return loss(h, self.tok_embeddings.weight, Output.compute)
+    def _compute_logits(self, h: Tensor, weight: Tensor) -> Tensor:
+        """Logits [..., V] of the last hidden states [..., D] and the output's weight [V, D]; a loss in chunks too."""
+        compute = Output.compute if self.output is None else self.output.compute
+        return compute(h, weight)
 
-    def init_std(self, name: str) -> float | None:
-        """Standard deviation of the initial values of parameter `name`; None for norms, which start at 1. Biases are 0.
+    def init_weight(self, name: str, weight: Tensor, generator: torch.Generator | None) -> None:
+        """Fill a whole weight with its initial values, in place. Raises ValueError for a name without any.
 
-        As in GPT-2, layers that add to the residual stream (wo, w2) are scaled by 1 / sqrt(2 n_layers).
+        Norms start at 1 and biases at 0, all else is normal. As in GPT-2, layers that add to the residual stream
+        (wo, w2) are scaled by 1 / sqrt(2 n_layers).
         """
-        if "norm" in name:
-            return None
-        if name.endswith("bias"):
-            return 0.0
-        if name.endswith(("wo.weight", "w2.weight")):
-            return 0.02 / math.sqrt(2 * self.config.n_layers)
-        return 0.02
+        *_, module, kind = ("", *name.split("."))
+        if kind == "bias":
+            weight.zero_()
+        elif module.endswith("norm"):
+            weight.fill_(1)
+        elif module in MATRICES:
+            std = 0.02
+            if module in ("wo", "w2"):
+                std /= math.sqrt(2 * self.config.n_layers)
+            # Clamped, not redrawn: trunc_normal_ is an order of magnitude slower on CPU.
+            weight.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
+        else:
+            raise ValueError(f"{name}: has no initial values; give it some in {type(self).__name__}.init_weight")
 
     def flops_per_token(self, seq_len: int) -> int:
         """Floating-point operations per trained token in forward and backward, without recomputation.

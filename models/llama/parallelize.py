@@ -1,11 +1,12 @@
 """How a Llama is split, checkpointed, compiled and sharded: one recipe, whose order matters."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -17,19 +18,19 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Config, ConfigError
+from float8.convert import convert_to_float8, own_kernels
 from float8.tensor import float8_plan, gathers_activations
-from models.llama.model import Llama, LlamaConfig, Mask, attention
+from models.llama.model import Llama, LlamaConfig, Mask
 from parallel.activation_checkpoint import apply_activation_checkpoint, check_activation_checkpoint, guide_compiler
-from parallel.context import ATTENTION, build_gather, local_indices, ring_attention
+from parallel.context import build_gather, local_indices, ring_attention
 from parallel.fsdp import apply_fsdp, needs_fsdp
 from parallel.mesh import Mesh
-from parallel.originals import check_forward, check_original
 from parallel.pipeline import check_pipeline, layers_of_stages, stages_of_rank
+from parallel.stand_ins import check_stand_in, numbers
 from parallel.tensor import VocabParallelEmbedding
-
-OUTPUT = "f9c13d2b755c"  # digest of the output layer that the loss in chunks knows, see parallel/originals.py
 
 
 def apply_parallelism(
@@ -84,22 +85,103 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
 def check_replacements(model: Llama, config: Config, chunks: int) -> None:
     """Refuse edits of the model that a parallelism, or the loss in `chunks`, would ignore. Raises ConfigError."""
     settings = config.parallelism
-    if chunks > 1 and model.output is not None:
-        check_forward(model.output, {OUTPUT}, "loss.build_chunked_loss", "training.loss_chunks = 1")
+    if chunks > 1:
+        _check_logits(model)
     if settings.tp > 1 and model.tok_embeddings is not None:
         VocabParallelEmbedding.check(model.tok_embeddings)
     if settings.cp > 1:
         for block in model.layers.values():
-            _check_attention(block.attention, settings.cp_method)
+            _check_attention(block.attention, model, settings.cp_method)
+    if own_kernels(config.float8):
+        _check_own_kernels(model, config)
 
 
-def _check_attention(layer: Any, cp_method: str) -> None:
-    if cp_method == "ring":
-        instead = 'parallelism.cp_method = "allgather"'
-        check_original(layer.attend, {ATTENTION}, "parallel.context.ring_attention", instead)
-    forward = type(layer).forward
-    if "attend" not in forward.__code__.co_names:
-        raise ConfigError(f"{forward.__qualname__}: does not call self.attend, through which cp gathers: set cp = 1")
+TRIED_TOKENS = torch.zeros(1, 16, dtype=torch.int64, device="meta")
+
+
+class _Operators(TorchDispatchMode):
+    """Remembers the names of all operators but those that only view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view and func is not torch.ops.aten._unsafe_view.default:
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _check_logits(model: Llama) -> None:
+    """Refuse edits of the logits that the loss in chunks would miss, as it makes them by `_compute_logits` alone."""
+    before_loss: list[str] = []
+    others_trained = False
+
+    def loss(compute: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        nonlocal before_loss, others_trained
+        logits = compute(hidden.detach(), weight.detach())
+        before_loss = list(in_chunks.names)
+        others_trained = logits.requires_grad
+        return logits
+
+    with _Operators() as whole:
+        model(TRIED_TOKENS)
+    with _Operators() as in_chunks:
+        model(TRIED_TOKENS, loss=loss)
+    if whole.names != before_loss or in_chunks.names != before_loss:
+        raise ConfigError(
+            f"{type(model).__name__}.forward: has other logits than _compute_logits, of which training.loss_chunks "
+            "makes the loss: edit _compute_logits, or set training.loss_chunks = 1"
+        )
+    if others_trained:
+        raise ConfigError(
+            f"{type(model).__name__}._compute_logits: trains more than hidden states and weight, which "
+            "training.loss_chunks would leave without gradients: set training.loss_chunks = 1"
+        )
+
+
+def _check_own_kernels(model: Llama, config: Config) -> None:
+    """Try a forward with own kernels on the meta device: what reads a norm's result must take it in float8."""
+    trial = copy.deepcopy(model)
+    convert_to_float8(trial, config.float8, config.parallelism.tp)
+    trial.compute_dtype = torch.bfloat16
+    try:
+        trial(TRIED_TOKENS)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f'float8.kernels = "own": cannot compute this {type(model).__name__} ({error}); set it to "compiler"'
+        ) from None
+
+
+def _check_attention(layer: Any, model: Llama, cp_method: str) -> None:
+    """Refuse attention that context parallelism would not reach, or that the ring does not compute."""
+    calls = 0
+
+    def attend(q: Tensor, *_: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return q
+
+    tried = copy.copy(layer)
+    tried.attend = attend
+    rope = torch.zeros(1, 16, 1, layer.head_dim, device="meta")
+    where = f"{type(layer).__qualname__}.forward"
+    try:
+        tried(torch.zeros(1, 16, model.config.dim, device="meta"), rope, rope, None, None, None)
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{where}: cannot be tried ({error}), so cp might miss it: set parallelism.cp = 1") from None
+    if calls != 1:
+        raise ConfigError(f"{where}: does not call self.attend once, through which cp gathers: set parallelism.cp = 1")
+    if cp_method != "ring":
+        return
+    instead = 'parallelism.cp_method = "allgather"'
+    if model.always_masks:
+        raise ConfigError(f"causal_mask: was edited, and the ring has no mask: set {instead}")
+    q, k = numbers(1, 4, 8, 16), numbers(1, 2, 8, 16)
+    plain = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    own = partial(layer.attend, mask=None)
+    what = f"{type(layer).__qualname__}.attend"
+    check_stand_in(what, own, plain, [q, k, k + 1], "parallel.context.ring_attention", instead)
 
 
 # The matmuls of a block come in pairs, the first split by columns, the second by rows (Megatron-LM). So ranks
@@ -177,13 +259,15 @@ def apply_context_parallel(part: Llama, mesh: Mesh, method: str) -> None:
     gather = build_gather(mesh.cp)
     group_name = mesh.cp.get_group().group_name
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
-        if method == "ring":
-            return ring_attention(q, k, v, group_name)[0]
-        return attention(q, *gather(k, v), mask)
+    def attend_in_ring(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        return ring_attention(q, k, v, group_name)[0]
+
+    def attend_to_all(own: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        return own(q, *gather(k, v), mask)
 
     for block in part.layers.values():
-        block.attention.attend = attend  # type: ignore[union-attr]
+        layer: Any = block.attention
+        layer.attend = attend_in_ring if method == "ring" else partial(attend_to_all, layer.attend)
 
 
 def checkpoint_and_compile(part: Llama, mesh: Mesh, config: Config) -> None:

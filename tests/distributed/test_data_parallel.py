@@ -1,7 +1,6 @@
-"""DDP, FSDP2 and HSDP against a plain loop in one process: initial weights, losses, gradients, weights."""
+"""Data parallelism, the loss in chunks and recomputation: norms, initial weights, what is kept and computed."""
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,77 +11,11 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from models.init import init_weights
-from models.llama.model import Llama
 from optim import clip_grad_norm_
 from parallel.fsdp import AllToAllReduceScatter
 from tests.harness import run_ranks
-from tests.parity import (
-    FLAVOR,
-    GLOBAL_BATCH,
-    SEED,
-    SEQ_LEN,
-    STEPS,
-    VOCAB,
-    Case,
-    case,
-    close,
-    compare,
-    config_for,
-    our_run,
-    plain_run,
-)
-
-BFLOAT16 = {"param_dtype": "bfloat16"}
-ROUNDED = (3e-5, 1e-7)  # tolerances of losses and of gradients
-SUMMED_IN_LOW = config_for(1, 2, **BFLOAT16)
-SUMMED_IN_LOW = replace(SUMMED_IN_LOW, training=replace(SUMMED_IN_LOW.training, reduce_dtype="bfloat16"))
-
-
-def rounded(pieces: int, batches: int = 1, **options: Any) -> Case:
-    """In bfloat16, summed in float32."""
-    return case({"dtype": torch.bfloat16, "pieces": pieces}, ROUNDED, batches, **BFLOAT16, **options)
-
-
-LATE = {"sync_every_microbatch": False}
-OWN = {"reduce_scatter": "all_to_all"}
-CASES = {
-    "one process, loss in chunks": case(batches=2, loss_chunks=4),
-    "one process, FSDP": case(batches=4, cpu_offload=True),
-    "DDP 2, compiled, selective": case(dp_replicate=2, compile="aot_eager", mode="selective"),
-    "FSDP 2, on the host": case(batches=2, dp_shard=2, cpu_offload=True),
-    "FSDP 2, loss in chunks, compiled": case(batches=2, dp_shard=2, compile="aot_eager", loss_chunks=3),
-    "FSDP 2, summed and gathered once": case(batches=4, dp_shard=2, reshard_after_forward=False, **LATE),
-    "FSDP 2, tied embeddings": case({"tie_embeddings": True}, batches=2, dp_shard=2, loss_chunks=4),
-    # Fused kernels round differently: 1e-5 over 5 steps is what is promised.
-    "FSDP 2, compiled by inductor": case({}, (1e-5, 1e-4), dp_shard=2, compile="inductor"),
-    "FSDP 4, full": case(batches=2, dp_shard=4, mode="full"),
-    "FSDP 4, kept gathered in pairs": case(batches=2, dp_shard=4, reshard_group_size=2),
-    "FSDP 4, own reduce-scatter": case(batches=2, dp_shard=4, **OWN),
-    "HSDP 2 x 2, selective": case(batches=2, dp_replicate=2, dp_shard=2, mode="selective"),
-    "FSDP 2, bfloat16, summed once": rounded(4, 2, dp_shard=2, **LATE),
-    "FSDP 2, bfloat16, own reduce-scatter": rounded(2, dp_shard=2, **OWN),
-    "HSDP 2 x 2, bfloat16": rounded(4, dp_replicate=2, dp_shard=2),
-    "FSDP 2, summed in bfloat16": (
-        SUMMED_IN_LOW, {"dtype": torch.bfloat16, "pieces": 2, "sum_dtype": torch.bfloat16}, ROUNDED, 1,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_equals_a_plain_loop(name: str) -> None:
-    compare(*CASES[name])
-
-
-def test_one_process_in_bfloat16_adds_up_in_float32() -> None:
-    """Also the rows of its embedding, whose gradient is therefore nearer to the exact one than the plain loop's."""
-    config, plain, tolerances, batches = rounded(4, 4, reshard_after_forward=False)
-    expected = plain_run(STEPS, **plain)
-    (result,) = run_ranks(1, our_run, config, STEPS, batches)
-    rows = result["grads"].pop("tok_embeddings.weight")
-    theirs = expected["grads"]["tok_embeddings.weight"]
-    assert (rows - theirs).norm() < 2**-8 * theirs.norm()
-    close(result, expected, *tolerances)
+from tests.parity import FLAVOR, config_for, losses_of, trace_of
+from tools.same import SEQ_LEN, SEQUENCES, VOCAB_SIZE
 
 
 def scattered() -> torch.Tensor:
@@ -131,17 +64,19 @@ def test_the_gradient_norm_is_right_to_a_millionth_in_every_layout() -> None:
             assert clipped == pytest.approx(0.25, rel=5e-6)  # torch divides by norm + 1e-6
 
 
+def start_of(ranks: int) -> dict[str, torch.Tensor]:
+    return trace_of(config_for(1, ranks), 0).start
+
+
 def test_initial_weights_do_not_depend_on_the_sharding() -> None:
-    """Three ranks share no weight evenly; `close` compares the others'."""
-    model = Llama(FLAVOR)
-    init_weights(model, torch.device("cpu"), seed=SEED)
-    for result in run_ranks(3, our_run, config_for(1, 3), 1, 1):
-        for name, parameter in model.named_parameters():
-            assert torch.equal(result["init"][name], parameter), name
+    """Three ranks share no weight evenly; tools.same compares the others'."""
+    (expected,) = run_ranks(1, start_of, 1)
+    for found in run_ranks(3, start_of, 3):
+        assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
 
 
 class CountOps(TorchDispatchMode):
-    """Counts what is really computed, recomputation included; and the most rows of anything as wide as VOCAB."""
+    """Counts what is really computed, recomputation included; and the most rows of anything as wide as logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,20 +89,20 @@ class CountOps(TorchDispatchMode):
         self.counts[func.overloadpacket.__name__] += 1
         if func is torch.ops.aten.mm.default:
             self.widths.append(result.shape[-1])
-        if isinstance(result, torch.Tensor) and result.ndim and result.shape[-1] == VOCAB:
-            self.logits = max(self.logits, result.numel() // VOCAB)
+        if isinstance(result, torch.Tensor) and result.ndim and result.shape[-1] == VOCAB_SIZE:
+            self.logits = max(self.logits, result.numel() // VOCAB_SIZE)
         return result
 
 
 def most_logits(loss_chunks: int) -> int:
     with CountOps() as ops:
-        our_run(config_for(1, 1, loss_chunks=loss_chunks), 1, 1)
+        losses_of(config_for(1, 1, loss_chunks=loss_chunks), 1)
     return ops.logits
 
 
 def test_only_a_chunk_of_the_logits_exists_at_a_time() -> None:
-    assert run_ranks(1, most_logits, 1) == [GLOBAL_BATCH * SEQ_LEN]
-    assert run_ranks(1, most_logits, 4) == [GLOBAL_BATCH * SEQ_LEN // 4]
+    assert run_ranks(1, most_logits, 1) == [SEQUENCES * SEQ_LEN]
+    assert run_ranks(1, most_logits, 4) == [SEQUENCES * SEQ_LEN // 4]
 
 
 def run_counted(mode: str) -> tuple[float, int, list[int], int]:
@@ -179,9 +114,9 @@ def run_counted(mode: str) -> tuple[float, int, list[int], int]:
         return x
 
     with CountOps() as ops, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        losses = our_run(config_for(1, 1, mode=mode), 1, 1)["losses"]
+        (loss,) = losses_of(config_for(1, 1, mode=mode), 1)
     attention = sum(n for name, n in ops.counts.items() if "attention" in name and "backward" not in name)
-    return losses[1], sum(kept.values()), ops.widths, attention
+    return loss, sum(kept.values()), ops.widths, attention
 
 
 def test_activation_checkpointing_keeps_less_recomputes_what_it_says_and_changes_nothing() -> None:

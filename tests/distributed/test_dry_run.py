@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-import train
+import trainer
 from config import load_config
 from tests.harness import run_ranks
 from tools.plan_count import Case, DryRun, dry_run
@@ -42,7 +42,7 @@ def test_every_config_takes_a_step(name: str) -> None:
 
 
 def broken_step() -> Any:
-    with mock.patch.object(train, "clip_grad_norm_", side_effect=RuntimeError("a broken step")):
+    with mock.patch.object(trainer, "clip_grad_norm_", side_effect=RuntimeError("a broken step")):
         return step("debug", 2)
 
 

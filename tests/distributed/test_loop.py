@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import train as loop
+import trainer
 from checkpoint.manager import CheckpointManager
 from config import TitaniteError, load_config
 from data.loader import DataLoader
@@ -50,7 +51,7 @@ def train_by_a_clock(arguments: list[str]) -> None:
 
     with (
         mock.patch("time.perf_counter", side_effect=lambda: now[0]),
-        mock.patch.object(loop, "clip_grad_norm_", taking(4, clip_grad_norm_)),
+        mock.patch.object(trainer, "clip_grad_norm_", taking(4, clip_grad_norm_)),
         mock.patch.object(DataLoader, "_batch", taking(0.25, DataLoader._batch)),
         mock.patch.object(CheckpointManager, "load", taking(100, CheckpointManager.load)),
         mock.patch.object(CheckpointManager, "save", taking(1000, CheckpointManager.save)),

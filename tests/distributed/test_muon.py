@@ -1,4 +1,4 @@
-"""Muon: in every layout as torch's own in one process; what it sends; groups of weights."""
+"""Muon: its update beside torch's, what it sends, resumes; groups of weights."""
 
 import math
 import shutil
@@ -19,33 +19,24 @@ from config import ConfigError, Optimizer, from_dict, load_config, to_toml
 from muon import GroupedOptimizer, orthogonalize
 from optim import build_groups, build_optimizer, set_learning_rate
 from tests.harness import run_ranks
-from tests.parity import case, compare, config_for, our_run, plain_run
 from tests.runs import column, final_weights, flat, launch, run, same
 
-MUON = {"muon": True}
-UNEVEN = {"muon": True, "hidden_dim": 110}
-LAYOUTS = {
-    "one rank": case(MUON, optimizer="muon"),
-    "FSDP 4, uneven": case(UNEVEN, optimizer="muon", dp_shard=4),
-    "HSDP 2 x 2": case(MUON, optimizer="muon", dp_replicate=2, dp_shard=2),
-    "TP 2": case(MUON, optimizer="muon", tp=2),
-    "FSDP 2 x TP 2, uneven": case(UNEVEN, optimizer="muon", dp_shard=2, tp=2),
-    "FSDP 2 x PP 2": case({**MUON, "n_layers": 3}, optimizer="muon", dp_shard=2, pp=2, pp_microbatch_size=2),
-}
 
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_trains_as_torchs_muon_in_one_process(layout: str) -> None:
-    compare(*LAYOUTS[layout])
+def updates_by_muon(param_dtype: str) -> dict[str, torch.Tensor]:
+    """What one step, of the same gradients in float32, changes in matrices of the layers."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layers": nn.Linear(24, 40, bias=False)})
+    weight = model["layers"].weight
+    before = weight.detach().clone()
+    weight.grad = torch.randn(40, 24)
+    optimizer = build_optimizer([model], Optimizer(name="muon", lr=0.1, weight_decay=0.0), param_dtype=param_dtype)
+    optimizer.step()
+    return {"layers": weight.detach() - before}
 
 
 def test_a_run_in_bfloat16_orthogonalizes_in_bfloat16() -> None:
-    expected = plain_run(1, dtype=torch.bfloat16, muon=True)
-    (result,) = run_ranks(1, our_run, config_for(1, 1, optimizer="muon", param_dtype="bfloat16"), 1, 1)
-    for name, weight in expected["weights"].items():
-        if name.startswith("layers.") and weight.ndim == 2:
-            error = (result["weights"][name] - weight).norm() / (expected["init"][name] - weight).norm()
-            assert error < 1e-3, (name, error)
+    low, exact = (updates_by_muon(dtype)["layers"] for dtype in ("bfloat16", "float32"))
+    assert 1e-3 < (low - exact).norm() / exact.norm() < 0.05
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])

@@ -41,7 +41,7 @@ from tools.average import main as average
 from tools.compare import read_run
 from tools.hf import export_model
 from train import train
-from validate import as_packed, measure, validate_all
+from validate import as_packed, measure, validate_weights
 from validate import main as validate
 
 SEQ_LEN = 16
@@ -147,10 +147,11 @@ def sums_of_a_long_set() -> list[dict[str, float]]:
     run.asked_to_stop.return_value = False
     run.data.tokenizer.byte_lengths = np.array(BYTES)
     run.watchdog.follow = lambda batches, *_: batches
+    compute = Compute(mock.Mock(), lambda *_: nats)
     found = []
     for batches in (held_out(LABELS, BATCHES), held_out(torch.full_like(LABELS, IGNORED), 2)):
         with mock.patch("validate.validation_batches", return_value=batches):
-            found.append(validate_all(run, [], Compute(mock.Mock(), lambda *_: nats), 1))
+            found.append(validate_weights(run, mock.Mock(parts=[], compute=compute), 1))
     return found
 
 

@@ -1,6 +1,7 @@
 """Own float8 layers in a whole model: their noise beside torchao's, compiled, with an output layer in chunks."""
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,7 +110,7 @@ def test_an_output_layer_in_float8_with_the_loss_in_chunks(kernels: str) -> None
     chunked = build_chunked_loss(Compile(), mesh, 2)
     models = [build(settings(recipe="rowwise", kernels=kernels, always=("output",))) for _ in range(2)]
     labels = tokens().roll(1)
-    models[0](tokens(), loss=lambda h, weight, *linear: chunked(h, weight, labels, *linear)).backward()
+    models[0](tokens(), loss=partial(chunked, labels)).backward()
     loss = cross_entropy(models[1](tokens()), labels)
     loss.backward()
     assert hasattr(models[0].output, "linear_mm_config"), "converted"

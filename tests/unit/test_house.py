@@ -35,6 +35,7 @@ ENVIRONMENT = {
     "run/exits.py",
     "run/torchrun.py",
     "data/prepare/workers.py",
+    "tools/same.py",  # ranks that share a GPU
     "tools/study.py",  # gives each run its devices
     "float8/__init__.py",
     "parallel/device.py",  # the allocator of a GPU's memory, before CUDA starts
@@ -67,7 +68,7 @@ def test_imports_point_down(path: Path) -> None:
     assert part == "tools" or "tools" not in own
     if relative.name == "model.py" and part == "models":
         others = {module for module in modules if re.fullmatch(r"models\.\w+\.model", module)}
-        allowed = {"torch", "math", "collections", "dataclasses", "typing"}
+        allowed = {"torch", "math", "collections", "dataclasses", "functools", "typing"}
         outside = {m.split(".")[0] for m in modules - others} - allowed
         assert not outside, "a model file imports torch only, or another model's"
 

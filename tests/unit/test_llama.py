@@ -7,15 +7,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from config import Config, ConfigError, Parallelism, Training
-from models import MODELS, build_model
+from models import LLAMA, MODELS, build_model
 from models.init import init_weights
 from models.llama import FLAVORS
 from models.llama.hf import from_hf_config, hf_names
@@ -24,6 +25,8 @@ from models.llama.model import (
     Llama,
     LlamaConfig,
     RMSNorm,
+    Rope,
+    RopeScaling,
     apply_rope,
     attention,
     causal_mask,
@@ -142,6 +145,79 @@ def test_initial_weights_follow_the_rule() -> None:
         drawn += [parameter, other.get_parameter(name)]
     beginnings = {tuple((weight / weight.abs().max()).flatten()[:4].tolist()) for weight in drawn}
     assert len(beginnings) == len(drawn)
+
+
+class LayerNormed(Llama):
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        self.norm = nn.LayerNorm(config.dim)
+
+
+class Gated(Llama):
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        self.gate = nn.Parameter(torch.full((4,), 8.0))
+
+
+class GatedAtEight(Gated):
+    def init_weight(self, name: str, weight: torch.Tensor, generator: torch.Generator | None) -> None:
+        if name == "gate":
+            weight.fill_(8.0)
+        else:
+            super().init_weight(name, weight, generator)
+
+
+class ZeroedInInit(Llama):
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        nn.init.zeros_(self.output.weight)
+
+
+def test_initial_values_of_a_fork_are_what_it_says_or_an_error() -> None:
+    tiny = dataclasses.replace(TINY, n_layers=1)
+    for model, message in (
+        (Gated, "gate: has no initial values"),
+        (ZeroedInInit, "output.weight: is filled in __init"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build_model(dataclasses.replace(LLAMA, model=model), tiny)
+    values = {}
+    for model in (LayerNormed, GatedAtEight):
+        built = build_model(dataclasses.replace(LLAMA, model=model), tiny)
+        init_weights(built, torch.device("cpu"), seed=0)
+        values |= dict(built.named_parameters())
+    assert values["gate"].tolist() == [8.0] * 4
+    assert not values["norm.bias"].any()
+
+
+def test_a_window_of_all_tokens_but_one_hides_the_first_from_the_last() -> None:
+    model = build(dataclasses.replace(TINY, n_layers=1, windows=(9,)))
+    tokens = random_tokens(1, 10) % TINY.vocab_size
+    changed = tokens.clone()
+    changed[0, 0] = (tokens[0, 0] + 1) % TINY.vocab_size
+    before, after = model(tokens)[0], model(changed)[0]
+    assert torch.equal(before[-1], after[-1])
+    assert not torch.equal(before[-2], after[-2])
+
+
+# Bounds beyond the pairs of a head (16 numbers, 8 pairs), and bounds that are equal.
+@pytest.mark.parametrize("original_seq_len", [200_000, 6])
+def test_yarn_at_its_bounds_is_transformers(original_seq_len: int) -> None:
+    scaling = RopeScaling(kind="yarn", factor=4.0, original_seq_len=original_seq_len)
+    parameters = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": original_seq_len,
+    }  # fmt: skip
+    theirs = HFConfig(head_dim=16, max_position_embeddings=4 * original_seq_len, rope_parameters=parameters)
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    found = rope_frequencies(Rope(1e4, 16, scaling), torch.device("cpu"))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_a_layer_without_theta_is_not_rotated() -> None:
+    scaled = dataclasses.replace(TINY, rope_thetas=(0.0, 1e4), rope_scaling=RopeScaling(kind="yarn", factor=2.0))
+    cos, sin = rope_cos_sin(scaled.rope(0), torch.arange(9)[None])
+    assert torch.all(cos == 1)
+    assert not sin.any()
 
 
 class NormedHeads(Llama):

@@ -10,12 +10,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+import muon
+import optim
 from config import Checkpoint, Compile, Config, ConfigError, LRScheduler, Optimizer, Training, to_toml
 from loss import IGNORED, build_chunked_loss, build_loss, cross_entropy
 from models.llama.model import Output
-from optim import allocate_state, build_optimizer, check_optim, clip_grad_norm_, learning_rate, set_learning_rate
+from optim import (
+    allocate_state,
+    build_optimizer,
+    check_optim,
+    clip_grad_norm_,
+    learning_rate,
+    set_learning_rate,
+    summarize_groups,
+)
 
 ONE_RANK = mock.Mock(cp=mock.Mock(size=lambda: 1))  # a mesh of it
 
@@ -164,7 +174,7 @@ def test_the_chunked_loss_sums_and_scales_in_float32(compile: bool) -> None:
         expected_hidden.append(h.grad.float())
         expected_weight += low.grad
     for factor in (torch.tensor(1.0), torch.tensor(1 / 3)):
-        gradients = torch.autograd.grad(loss(hidden, weight, labels, Output.compute) * factor, (hidden, weight))
+        gradients = torch.autograd.grad(loss(labels, Output.compute, hidden, weight) * factor, (hidden, weight))
         assert torch.equal(gradients[0][0], (torch.cat(expected_hidden) * factor).bfloat16())
         assert torch.equal(gradients[1], expected_weight * factor)
 
@@ -185,3 +195,52 @@ def test_the_state_of_an_optimizer_of_a_fork_is_made_by_itself_or_by_a_step_that
     assert torch.equal(stepping.state[weight]["momentum_buffer"], torch.zeros(3))
     allocate_state(own)
     assert list(own.state[weight]) == ["own"]
+
+
+def test_an_edited_adamw_is_what_trains(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Also in float32, where torch's fused kernel computes AdamW as long as that is what is asked for."""
+    plain = muon._adamw_update
+
+    def signed(parameter: Tensor, grad: Tensor, *others: Any) -> None:
+        plain(parameter, grad.sign(), *others)
+
+    model = nn.Linear(4, 4, bias=False)
+    assert build_optimizer([model], Optimizer()).fuses
+    monkeypatch.setattr(muon, "_adamw_update", signed)
+    with caplog.at_level("INFO"):
+        optimizer = build_optimizer([model], Optimizer(lr=0.1, weight_decay=0.0, eps=1e-12))
+    assert "_adamw_update was edited" in caplog.text
+    before = model.weight.detach().clone()
+    for scale in (1.0, 1e-4):  # of gradients, whose signs alone count
+        model.weight.grad = scale * torch.arange(-8.0, 8.0).view(4, 4)
+        optimizer.step()
+    steps = torch.full((16,), -0.1).index_fill(0, torch.tensor([8]), 0.0)
+    steps[:8] = 0.1
+    torch.testing.assert_close(model.weight.detach(), before + 2 * steps.view(4, 4))
+
+
+def test_what_a_fork_gives_each_weight_makes_groups_and_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = optim._group_fields
+
+    def deeper(name: str, *others: Any) -> dict[str, Any]:
+        fields = plain(name, *others)
+        layer = int(name.split(".")[1])
+        return fields | {"lr": fields["lr"] * 0.5**layer, "betas": (0.9, 0.9 + 0.01 * layer)}
+
+    monkeypatch.setattr(optim, "_group_fields", deeper)
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))})
+    optimizer = build_optimizer([model], Optimizer(lr=0.2))
+    set_learning_rate(optimizer, 0.1)
+    found = [(group["lr"], group["betas"][1]) for group in optimizer.param_groups]
+    assert found == [pytest.approx(pair) for pair in ((0.1, 0.9), (0.05, 0.91), (0.025, 0.92))]
+
+
+def test_a_name_without_code_of_its_own_is_refused() -> None:
+    fields: Any = {"schedule": "triangle"}, {"decay": "steep"}
+    for unknown in fields:
+        (name,) = unknown
+        with pytest.raises(ConfigError, match=f"lr_scheduler.{name} = '{unknown[name]}'"):
+            learning_rate(9, 10, 1.0, LRScheduler(warmup_steps=0, **unknown))
+    kind: Any = "lion"
+    with pytest.raises(ConfigError, match=r"optimizer\.name = 'lion': UPDATES in muon\.py"):
+        summarize_groups(nn.ModuleDict({"layers": nn.Linear(2, 2)}), Optimizer(name=kind))

@@ -16,7 +16,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torchao.float8 import convert_to_float8_training
 
 import models
-import train
+import trainer
 from benchmarks import plan as published
 from config import Config, ConfigError, load_config
 from models import ModelSpec
@@ -256,7 +256,7 @@ def test_a_fork_s_optimizer_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     def build(parts: list[nn.Module], *_: Any) -> torch.optim.Optimizer:
         return OneMoment([weight for part in parts for weight in part.parameters()], lr=0.1, momentum=0.9)
 
-    monkeypatch.setattr(train, "build_optimizer", build)
+    monkeypatch.setattr(trainer, "build_optimizer", build)
     tried = case(2, f"{LAYERS}=3")
     (found,) = plan([tried.config], 2, Cluster(DEVICES["h100"], 8, 50e9))
     assert found["memory_gib"]["optimizer"] == found["memory_gib"]["weights"]

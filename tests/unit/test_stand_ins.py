@@ -1,5 +1,6 @@
 """What stands in for a piece of the model or the loss refuses an edited original, in one line at the start."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import loss
+import models
 import train
 from config import ConfigError, TitaniteError, load_config
 from models.llama import model as llama
-from parallel.originals import check_forward, digest
+from parallel.stand_ins import check_stand_in, numbers, with_parts
 from tests.corpus import write_dataset
 
 SMALL = ("--data.datasets=data", "--model.flavor=debug", "--training.seq_len=256", "--training.local_batch_size=4")
 FLOAT8 = ("--float8.enable=true", "--float8.filter=all")
 OWN = (*FLOAT8, "--float8.kernels=own")
-CHUNKS, TP = ("--training.loss_chunks=4",), ("--parallelism.tp=2",)
+CHUNKS, ONE_CHUNK, TP = ("--training.loss_chunks=4",), ("--training.loss_chunks=1",), ("--parallelism.tp=2",)
 RING, GATHER = ("--parallelism.cp=2", "--parallelism.cp_method=ring"), ("--parallelism.cp=2",)
 
 
@@ -39,8 +41,33 @@ class Noisy(llama.Linear):
 
 
 class Capped(llama.Output):
-    def forward(self, x: Tensor, loss: Any = None) -> Tensor:
-        return 30 * (super().forward(x) / 30).tanh() if loss is None else loss(x, self.weight, self.compute)
+    def forward(self, x: Tensor, use: Any = None) -> Tensor:
+        return 30 * (super().forward(x, use) / 30).tanh()
+
+
+class CappedModel(llama.Llama):
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 30 * (super().forward(*args, **kwargs) / 30).tanh()
+
+
+class OtherCappedModel(llama.Llama):
+    def forward(self, x: Tensor, positions_BS: Any = None, caches: Any = None, loss: Any = None) -> Tensor:
+        found = super().forward(x, positions_BS, caches, loss)
+        if loss is None:
+            found = 30 * (found / 30).tanh()
+        return found
+
+
+class Warm(llama.Llama):
+    """Whose logits have a bias that is trained."""
+
+    def _compute_logits(self, h: Tensor, weight: Tensor) -> Tensor:
+        return super()._compute_logits(h, weight) + self.norm.weight.sum()
+
+
+class Halved(llama.Block):
+    def forward(self, x_BSD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD) * 0.5)
 
 
 class OtherLogits(llama.Output):
@@ -83,21 +110,42 @@ def squared(logits: Tensor, labels: Tensor, z_loss: float) -> dict[str, Tensor]:
     return {"loss": loss.cross_entropy(logits, labels).square()}
 
 
+def halved(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
+    return STACK_TERMS(logits, labels, z_loss) / 2
+
+
+def windowed(query: Tensor, key: Tensor, window: int) -> Tensor:
+    return (query >= key) & (query - key < 4)
+
+
+STACK_TERMS = loss.stack_terms
+
+
+def of(model: type) -> dict[str, models.ModelSpec]:
+    return {"llama": replace(models.LLAMA, model=model)}
+
+
 # (where, name, what a fork puts there, settings that ignored it, the stand-in, a setting that honours it)
 EDITS = {
     "feed-forward": (llama, "FeedForward", GeGLU, OWN, "float8.layers.OwnFeedForward", FLOAT8),
+    "a norm's result": (llama, "Block", Halved, OWN, "float8.kernels", FLOAT8),
     "norm": (llama, "RMSNorm", Offset, OWN, "float8.layers.OwnNorm", FLOAT8),
     "linear": (llama, "Linear", Noisy, FLOAT8, "float8.convert.build_linear", ()),
     "bias": (llama, "Linear", Biased, OWN, "float8.skip", FLOAT8),
-    "output": (llama, "Output", Capped, CHUNKS, "loss.build_chunked_loss", ("--training.loss_chunks=1",)),
+    "output": (llama, "Output", Capped, CHUNKS, "training.loss_chunks", ("--training.loss_chunks=1",)),
+    "logits": (models, "MODELS", of(CappedModel), CHUNKS, "training.loss_chunks", ONE_CHUNK),
+    "other logits": (models, "MODELS", of(OtherCappedModel), CHUNKS, "training.loss_ch", ONE_CHUNK),
+    "trained logits": (models, "MODELS", of(Warm), CHUNKS, "training.loss_chunks", ONE_CHUNK),
     "output in float8": (
         llama, "Output", OtherLogits, (*FLOAT8, "--float8.always=output"), "float8.convert.build_linear", CHUNKS,
     ),
     "attention": (llama, "Attention", OtherAttention, RING, "parallel.context.ring_attention", GATHER),
+    "mask": (llama, "visible", windowed, RING, "causal_mask", GATHER),
     "attention without attend": (llama, "Attention", Deaf, GATHER, "self.attend", ()),
-    "embedding": (llama, "nn", SCALED, TP, "parallel.tensor._look_up", ()),
+    "embedding": (llama, "nn", SCALED, TP, "parallel.tensor.VocabParallelEmbedding", ()),
     "cross-entropy": (loss, "cross_entropy", smoothed, TP, "parallel.tensor.vocab_parallel_cross_entropy", ()),
     "terms": (loss, "loss_terms", squared, TP, "parallel.tensor.vocab_parallel_cross_entropy", ()),
+    "sum of terms": (loss, "stack_terms", halved, TP, "parallel.tensor.vocab_parallel_cross_entropy", ()),
 }  # fmt: skip
 
 
@@ -132,29 +180,19 @@ def test_an_edit_is_refused_where_it_would_be_ignored(edit: str, monkeypatch: py
         start(honouring, monkeypatch)
 
 
-def test_a_hook_that_a_stand_in_would_drop_is_refused() -> None:
-    layer = llama.Linear(4, 4)
-    known = {digest(llama.Linear.forward)}
-    check_forward(layer, known, "float8", "float8.enable = false")
-    layer.register_forward_hook(lambda *_: None)
-    with pytest.raises(ConfigError, match="hooks"):
-        check_forward(layer, known, "float8", "float8.enable = false")
+def test_hooks_and_code_that_cannot_be_tried_count_as_edits() -> None:
+    def check(layer: llama.Linear) -> None:
+        def own(x: Tensor, weight: Tensor) -> Tensor:
+            return with_parts(layer, weight=weight)(x)
 
+        check_stand_in("Linear", own, F.linear, [numbers(3, 4), numbers(2, 4)], "float8", "float8.enable = false")
 
-def test_a_digest_is_of_the_code_alone() -> None:
-    def plain(x: int) -> int:
-        return x + 1
-
-    def commented(x: int) -> int:
-        """Its docstring."""
-        # why
-        return (
-            x
-            + 1
-        )  # fmt: skip
-
-    def other(x: int) -> int:
-        return x + 2
-
-    assert digest(plain) != digest(other)
-    assert digest(plain) == digest(commented)
+    layer = llama.Linear(400, 200, bias=False)
+    check(layer)
+    layer.register_forward_hook(lambda module, args, result: 2 * result)
+    with pytest.raises(ConfigError, match=r"Linear: .*set float8\.enable = false"):
+        check(layer)
+    needs_other_sizes = llama.Linear(400, 200, bias=False)
+    needs_other_sizes.register_forward_pre_hook(lambda module, args: args[0].view(-1, 400))
+    with pytest.raises(ConfigError, match="cannot be tried"):
+        check(needs_other_sizes)
