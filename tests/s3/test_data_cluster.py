@@ -154,6 +154,17 @@ def test_a_late_writer_writes_nothing_where_another_preparation_has_begun(output
     Output(output, plan=digest(b"new")).put("train-00000.arrow", b"new")
 
 
+def test_a_worker_with_other_code_that_comes_late_is_named(clusters):
+    from distributed import Client
+
+    with Client(clusters[0].address, set_as_default=False) as client:
+        task = client.submit(workers._run, -1, function=abs, digest=workers.code_digest())
+        assert task.result() == 1
+        late = client.submit(workers._run, -1, function=abs, digest="another")
+        with pytest.raises(TitaniteError, match=r"worker tcp://.*another version"):
+            late.result()
+
+
 @pytest.mark.parametrize("output", ["s3"], indirect=True)
 def test_a_lost_scheduler_is_one_line_and_another_cluster_goes_on(
     clusters, options, expected, output, monkeypatch, caplog
@@ -176,17 +187,6 @@ def test_a_lost_scheduler_is_one_line_and_another_cluster_goes_on(
     other.add_workers(1)
     run(options, output, cluster=other.address)
     assert contents(output) == expected
-
-
-def test_a_worker_with_other_code_that_comes_late_is_named(clusters):
-    from distributed import Client
-
-    with Client(clusters[0].address, set_as_default=False) as client:
-        task = client.submit(workers._run, -1, function=abs, digest=workers.code_digest())
-        assert task.result() == 1
-        late = client.submit(workers._run, -1, function=abs, digest="another")
-        with pytest.raises(TitaniteError, match=r"worker tcp://.*another version"):
-            late.result()
 
 
 @pytest.mark.parametrize("package", ["numpy", "pyarrow", "tokenizers"])
