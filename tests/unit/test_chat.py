@@ -2,11 +2,14 @@
 
 import itertools
 import json
+import re
+from importlib.util import find_spec
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import UndefinedError
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -186,6 +189,39 @@ def test_what_a_template_costs_is_said_first(source: str, said: str | None) -> N
 def test_a_template_without_marks_is_refused_with_where_marked_ones_are() -> None:
     with pytest.raises(TitaniteError, match=r"--chat-template FILE; .*trl/chat_templates"):
         use_template(tokenizer(PLAIN.replace("{% generation %}", "").replace("{% endgeneration %}", "")), "")
+
+
+TRL = find_spec("trl")  # pip install --no-deps trl
+MARKED = sorted(Path(TRL.origin).parent.glob("chat_templates/*_training.jinja")) if TRL and TRL.origin else []
+SPELT = r"<\|[^|<>'\"{}]{1,40}\|>|<(?:start|end)_of_turn>|</?s>|<eos>|<bos>|<｜[^<>]{1,40}｜>"
+ARGUMENTS = CALL | {"id": "abcdefghi", "function": {"name": "f", "arguments": {"y": "é"}}}
+DIALOGUES: list[tuple[list[Any], Any]] = [
+    (TURNS, None),
+    ([{"role": "system", "content": "be kind"}, *TURNS], None),
+    ([TURNS[0], {"role": "assistant", "content": "", "tool_calls": [ARGUMENTS]}, ANSWERED, LAST], [TOOL]),
+    ([TURNS[0], LAST | {"reasoning_content": "hm"}], None),
+]
+
+
+@pytest.mark.parametrize("file", MARKED, ids=lambda file: file.stem)
+def test_trl_s_marked_templates_give_its_ids_and_masks_or_a_refusal(file: Path) -> None:
+    source = file.read_text()
+    raw = byte_tokenizer("<|endoftext|>", *sorted({*re.findall(SPELT, source)} - {"<|endoftext|>"})).raw
+    ours = Tokenizer(raw, "<|endoftext|>", bos_token="<|endoftext|>", chat_template=source)
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=RawTokenizer.from_str(raw.to_str()), bos_token="<|endoftext|>", eos_token="<|endoftext|>"
+    )
+    options: dict[str, Any] = {"chat_template": source, "return_dict": True, "return_assistant_tokens_mask": True}
+    for turns, tools in DIALOGUES:
+        try:
+            example = encode_conversation(ours, turns, tools)
+        except TitaniteError:
+            if turns is TURNS:  # it wants contents in parts
+                with pytest.raises(UndefinedError):
+                    theirs.apply_chat_template(turns, **options)
+            continue
+        made = theirs.apply_chat_template(turns, tools=tools, **options)
+        assert (example.ids, example.trained) == (made["input_ids"], made["assistant_masks"])
 
 
 def test_special_tokens_are_looked_for_in_what_is_said() -> None:
