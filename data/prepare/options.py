@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
-from config import LOCAL_OR_S3, is_form
+from config import LOCAL_OR_S3, close_match, is_form
 from data.prepare.output import Output
 from data.prepare.sources import File, has_keys
 from data.prepare.tokens import DTYPES
@@ -55,7 +55,7 @@ class Options:
     keys: str = ""
     """Keys or columns of a record, comma-separated; default: text, prompt,response or messages."""
     separator: str = ""
-    """What ends a document in text files; \\n: a line end, LF or CRLF, \\t: a tab."""
+    r"""What ends a document in text files; \n: a line end, LF or CRLF, \t: a tab."""
     max_characters: int = 0
     """Cut longer texts at line ends; 0: never."""
     dtype: str = ""
@@ -100,22 +100,27 @@ class Options:
 
 def parse_options(argv: Sequence[str] | None = None) -> Options:
     """Read the command line. Ends the process for what is no option."""
-    parser = argparse.ArgumentParser("python -m data.prepare", description=Options.__doc__)
+    parser = argparse.ArgumentParser("python -m data.prepare", description=Options.__doc__, allow_abbrev=False)
     kinds = get_type_hints(Options)
     # Field → the text under it.
-    docs = dict(re.findall(r'^    (\w+): .*\n    """(.*)"""', inspect.getsource(Options), re.MULTILINE))
+    docs = dict(re.findall(r'^    (\w+): .*\n    r?"""(.*)"""', inspect.getsource(Options), re.MULTILINE))
     for field in dataclasses.fields(Options):
         option = f"--{field.name.replace('_', '-')}"
-        about = f"{docs[field.name]} (default: {field.default})".replace("%", "%%")
+        about = docs[field.name]
+        if field.default:
+            about += f" (default: {field.default})"
         if kinds[field.name] is bool:
-            parser.add_argument(option, action="store_true", help=docs[field.name])
+            parser.add_argument(option, action="store_true", help=about)
         elif field.default is dataclasses.MISSING:
             nargs = "+" if get_args(kinds[field.name]) else None
             parser.add_argument(option, required=True, nargs=nargs, help=docs[field.name])
         else:
             parser.add_argument(option, type=kinds[field.name], default=field.default, help=about)
-    given = vars(parser.parse_args(argv))
-    return Options(**given | {"source": tuple(given["source"])})
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        name = unknown[0].partition("=")[0].removeprefix("--").replace("-", "_")
+        parser.error(f"{unknown[0]}: no such option{close_match(name, docs)}")
+    return Options(**vars(found) | {"source": tuple(found.source)})
 
 
 def check_options(options: Options) -> None:
