@@ -118,8 +118,8 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
             parser.add_argument(option, type=kinds[field.name], default=field.default, help=about)
     found, unknown = parser.parse_known_args(argv)
     if unknown:
-        name = unknown[0].partition("=")[0].removeprefix("--").replace("-", "_")
-        parser.error(f"{unknown[0]}: no such option{close_match(name, docs)}")
+        names = [f"--{name.replace('_', '-')}" for name in docs]
+        parser.error(f"{unknown[0]}: no such option{close_match(unknown[0].partition('=')[0], names)}")
     return Options(**vars(found) | {"source": tuple(found.source)})
 
 

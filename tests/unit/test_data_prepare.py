@@ -584,6 +584,12 @@ def test_options_that_make_no_sense_are_refused_by_name(lines, tokenizer_folder,
     assert set(tmp_path.iterdir()) == files
 
 
+def test_a_mistyped_option_gets_the_nearest_one(capsys):
+    with pytest.raises(SystemExit):
+        main(["--source=a", "--output=b", "--shardmb=3"])
+    assert re.search(r"--shardmb=3: .*--shard-mb\?", capsys.readouterr().err)
+
+
 def test_what_has_little_effect_is_told(make, tmp_path, caplog, capsys):
     """A separator that does not occur, a text too small for the vocabulary, a split without documents."""
     for name, text in {"never.txt": "words", "most.txt": "a\n---\nb", "end.txt": "one\n---\n", "none.txt": ""}.items():
