@@ -466,8 +466,8 @@ class Validation:
     datasets: tuple[FolderOrS3, ...] = ()
     """Prepared datasets whose held-out documents to measure, reported by folder name. Empty: `data.datasets`."""
     answers: tuple[FolderOrS3, ...] = ()
-    """Files of JSON lines with `prompt` and `answer`, or prepared folders of tuning data, whose answers' bits per byte
-    to measure, all of them. Reported by the name of the file or folder."""
+    """Files of JSON lines with `prompt` and `answer`, whose answers' bits per byte to measure, all of them. Reported by
+    the name of the file."""
     average: Count = 0
     """Also measure the mean of the weights in the last so many checkpoints, or as many as there are, as NAME/average.
     0: do not."""

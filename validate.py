@@ -250,7 +250,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description="Loss and perplexity of a trained model on held-out documents.")
     add_place_arguments(parser)
     parser.add_argument("--datasets", nargs="+", help="prepared datasets; default: those of the run")
-    parser.add_argument("--answers", nargs="+", help="files or folders as in validation.answers; default: the run's")
+    parser.add_argument("--answers", nargs="+", help="files as in validation.answers; default: the run's")
     parser.add_argument("--max-samples", type=int, help="sequences of each, 0: all; default: as the run")
     parser.add_argument("--seq-len", type=int, help="tokens of a sequence; default: as the run")
     parser.add_argument("--batch-size", type=int, help="sequences in a forward; default: as the run")
