@@ -14,7 +14,7 @@ from checkpoint.files import read_state
 from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import Manifest, Opened
 from checkpoint.state import model_tensors
-from config import FROM_CHECKPOINT, Config, from_dict, parse_schedule, tomllib
+from config import FROM_CHECKPOINT, Config, ConfigError, from_dict, parse_schedule, tomllib
 from data.tokenizer import Tokenizer
 from models import build_model, recorded_model, set_fields
 from parallel.device import device_type
@@ -47,7 +47,10 @@ def settle_model(config: Config) -> Config:
     if model.flavor != FROM_CHECKPOINT:
         return config
     if config.run.folder and own.is_file():
-        identity = json.loads(own.read_text(encoding="utf-8"))
+        try:
+            identity = json.loads(own.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{own}: is damaged: {error}") from None
     elif place:
         identity = load_place(place, lambda opened: opened.manifest["identity"])
     else:

@@ -1,6 +1,8 @@
 """The small modules beside train.py: run folder, metrics, mesh, launcher."""
 
+import dataclasses
 import importlib
+import json
 import logging
 import math
 import os
@@ -31,7 +33,10 @@ from config import (
     to_toml,
 )
 from metrics import MetricsLogger, configure_logging, find_trackers, peak_flops
-from models import find_model
+from models import MODELS, find_model
+from models.llama import FLAVORS
+from models.llama.model import LlamaConfig
+from models.trained import settle_model
 from run.processes import LaunchEnvironment, init_distributed
 from run.profiling import profile
 from storage.records import read_records
@@ -214,6 +219,30 @@ def test_fields_of_a_flavor_are_settings(tmp_path: Path) -> None:
     assert (flavor.hidden_dim, flavor.n_layers) == (768, 6)
     (tmp_path / "b.toml").write_text(to_toml(config))
     assert load_config([f"--config={tmp_path / 'b.toml'}"]) == config
+
+
+@pytest.mark.parametrize("name", ["8B_3.1", "smollm3_3B", "olmo2_7B", "granite3.3_2B"])
+def test_the_shape_of_a_checkpoint_becomes_settings(name: str, tmp_path: Path) -> None:
+    """Those that it records give the same shape again, and what is typed beside them counts."""
+    identity = {"name": "llama", **dataclasses.asdict(dataclasses.replace(FLAVORS[name], vocab_size=320))}
+    (tmp_path / "model.json").write_text(json.dumps(identity))
+    words = [f"--run.folder={tmp_path}", "--checkpoint.initial_load=gone"]
+    settled = settle_model(load_config(words))
+    (tmp_path / "config.toml").write_text(to_toml(settled))
+    assert load_config([str(tmp_path / "config.toml")]) == settled
+    assert {"name": "llama", **dataclasses.asdict(find_model(settled.model, 300)[1])} == identity
+    assert settle_model(load_config([*words, "--model.norm_eps=0.5"])).model.norm_eps == 0.5
+    (tmp_path / "model.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"model\.json: is damaged"):
+        settle_model(load_config(words))
+
+
+def test_a_field_of_a_model_that_is_no_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    forked = dataclasses.make_dataclass("Forked", [("sinks", int, 4)], bases=(LlamaConfig,), frozen=True, kw_only=True)
+    flavor = forked(**dataclasses.asdict(FLAVORS["tiny"]))
+    monkeypatch.setattr("models.MODELS", {"llama": dataclasses.replace(MODELS["llama"], flavors={"tiny": flavor})})
+    with pytest.raises(ConfigError, match=r"Forked\.sinks: is no setting yet; add it to the class Model in config\.py"):
+        find_model(Model(flavor="tiny"), 100)
 
 
 @pytest.mark.parametrize(
