@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from config import PATIENCE, Config, ConfigError, TitaniteError
 from data.files import Files
@@ -27,7 +26,6 @@ SPLITS = ("train", "validation")
 # Offset, size and checksum are those of the record batch message in its file, in bytes.
 _UINT32 = dict.fromkeys(("size", "documents", "tokens", "crc32"), pa.uint32())
 INDEX_SCHEMA = pa.schema({"offset": pa.uint64(), **_UINT32})
-Rows = Sequence[tuple[int, ...]] | np.ndarray  # of a shard in blocks.arrow, in the order of INDEX_SCHEMA
 
 
 class DataError(TitaniteError):
@@ -60,34 +58,6 @@ def token_type(dtype: str) -> pa.DataType:
 def token_schema(dtype: str) -> pa.Schema:
     """The schema of a shard."""
     return pa.schema([pa.field("tokens", token_type(dtype), nullable=False)])
-
-
-def as_arrow(values: np.ndarray) -> pa.Array:
-    """An Arrow array in the same memory. `pa.array` would import pandas, which takes half a second."""
-    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
-
-
-def build_index(rows_of_shards: Sequence[Rows]) -> pa.RecordBatch:
-    """The content of blocks.arrow."""
-    columns = np.concatenate(rows_of_shards, dtype=np.int64).T.copy()
-    arrays = [as_arrow(column).cast(field.type) for column, field in zip(columns, INDEX_SCHEMA, strict=True)]
-    return pa.record_batch(arrays, schema=INDEX_SCHEMA)
-
-
-def as_bytes(documents: Sequence[np.ndarray], dtype: str) -> pa.LargeBinaryArray:
-    """The tokens of each document, as bytes."""
-    tokens = np.concatenate([np.zeros(0, dtype), *documents], dtype=dtype, casting="unsafe")
-    bounds = np.cumsum([0, *map(len, documents)], dtype=np.int64) * tokens.itemsize
-    buffers = [None, pa.py_buffer(bounds), pa.py_buffer(tokens)]
-    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(documents), buffers)
-
-
-def as_lists(documents: pa.LargeBinaryArray, dtype: str) -> pa.ListArray:
-    """The documents of `as_bytes` as lists, in the same memory. Raises ArrowInvalid for 2**31 tokens or more."""
-    lengths = np.from_dlpack(pc.binary_length(documents)) // np.dtype(dtype).itemsize
-    bounds = np.cumsum(np.append(0, lengths))
-    tokens = pa.Array.from_buffers(pa.type_for_alias(dtype), int(bounds[-1]), [None, documents.buffers()[2]])
-    return pa.ListArray.from_arrays(as_arrow(bounds).cast(pa.int32()), tokens, type=token_type(dtype))
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from data.prepare.sources import failures_of
 from data.prepare.tokens import Reading, token_documents
 from data.prepare.tuning import encode_example
 from data.prepare.workers import Map
-from data.shards import DataError, Shard, as_arrow, as_bytes, as_lists, digest
+from data.shards import DataError, Shard, digest, token_type
 from data.tokenizer import FILES, Tokenizer, parse_tokenizer
 from storage import Store
 
@@ -214,7 +214,11 @@ def tokenised(
             tokens = [examples[place] for place in fitting]
             buckets = buckets[fitting]
             words = words[fitting]
-        columns = {"bucket": as_arrow(buckets), "word": as_arrow(words), "tokens": as_bytes(tokens, preparation.dtype)}
+        columns = {
+            "bucket": writer.as_arrow(buckets),
+            "word": writer.as_arrow(words),
+            "tokens": as_bytes(tokens, preparation.dtype),
+        }
         yield pa.record_batch(columns)
 
 
@@ -326,3 +330,19 @@ def _read_slice(store: Store, bucket: int, part: str) -> pa.RecordBatch:
     bounds = np.frombuffer(store.read(part, 8 * bucket, 16), np.int64)
     first, stop = bounds.tolist()
     return pa.ipc.read_record_batch(pa.py_buffer(store.read(part, first, stop - first)), PART_SCHEMA)
+
+
+def as_bytes(documents: Sequence[np.ndarray], dtype: str) -> pa.LargeBinaryArray:
+    """The tokens of each document, as bytes."""
+    tokens = np.concatenate([np.zeros(0, dtype), *documents], dtype=dtype, casting="unsafe")
+    bounds = np.cumsum([0, *map(len, documents)], dtype=np.int64) * tokens.itemsize
+    buffers = [None, pa.py_buffer(bounds), pa.py_buffer(tokens)]
+    return pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(documents), buffers)
+
+
+def as_lists(documents: pa.LargeBinaryArray, dtype: str) -> pa.ListArray:
+    """The documents of `as_bytes` as lists, in the same memory. Raises ArrowInvalid for 2**31 tokens or more."""
+    lengths = np.from_dlpack(pc.binary_length(documents)) // np.dtype(dtype).itemsize
+    bounds = np.cumsum(np.append(0, lengths))
+    tokens = pa.Array.from_buffers(pa.type_for_alias(dtype), int(bounds[-1]), [None, documents.buffers()[2]])
+    return pa.ListArray.from_arrays(writer.as_arrow(bounds).cast(pa.int32()), tokens, type=token_type(dtype))

@@ -14,13 +14,26 @@ from isal import isal_zlib
 
 from config import file_errors
 from data.prepare.output import BLOCKS, MANIFEST, PARTS, PLAN, SHARDS, Output, is_own
-from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Rows, Shard, build_index, digest, seal, token_schema
+from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, seal, token_schema
 from data.tokenizer import Tokenizer
 from storage import S3Store, StoreError
 
 LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
 NEW = ".new"  # folder in which a dataset is made that is to replace a finished one
+Rows = Sequence[tuple[int, ...]] | np.ndarray  # of a shard in blocks.arrow, in the order of INDEX_SCHEMA
 WrittenShard = tuple[Shard, Rows]
+
+
+def as_arrow(values: np.ndarray) -> pa.Array:
+    """An Arrow array in the same memory. `pa.array` would import pandas, which takes half a second."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
+
+
+def build_index(rows_of_shards: Sequence[Rows]) -> pa.RecordBatch:
+    """The content of blocks.arrow."""
+    columns = np.concatenate(rows_of_shards, dtype=np.int64).T.copy()
+    arrays = [as_arrow(column).cast(field.type) for column, field in zip(columns, INDEX_SCHEMA, strict=True)]
+    return pa.record_batch(arrays, schema=INDEX_SCHEMA)
 
 
 def token_dtype(vocab_size: int) -> str:
