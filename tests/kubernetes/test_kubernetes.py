@@ -183,7 +183,7 @@ def test_podman_plays_the_pod_of_one_node(secret: dict[str, str], tmp_path: Path
         for more, code in (([], "0"), (["--training.stepz=9"], "100")):
             container["args"] = [*small(container["args"]), *more]
             (tmp_path / "pod.yaml").write_text(yaml.safe_dump(manifest))
-            call(*PODMAN, "kube", "play", "--replace", "--network=ns:/run/netns/titanite-0", tmp_path / "pod.yaml")
+            call(*PODMAN, "kube", "play", "--replace", "--network=host", tmp_path / "pod.yaml")
             assert call(*PODMAN, "wait", f"{JOB}-{container['name']}").strip() == code
     finally:
         call(*PODMAN, "pod", "rm", "--force", JOB)
