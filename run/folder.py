@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import config as settings
-from checkpoint.lease import RUN_ID, SAVED, Start, new_start, read_mark, read_run_id
+from checkpoint.lease import RUN_ID, SAVED, Start, new_start, read_mark
 from checkpoint.loading import model_differences
 from config import Config, ConfigError, TitaniteError, file_errors
 from run.code import code_changes, git_commit, package_versions
@@ -187,7 +187,7 @@ def record_start(
     saved = read_mark(folder / SAVED)
     count = _count_without_progress(folder, before, start.job, saved, config.failures.restarts_without_progress)
     write_atomically(folder / "model.json", json.dumps(identity, indent=2).encode())  # first: it marks a run's folder
-    if read_run_id(folder) is None:
+    if not (folder / RUN_ID).is_file():  # an earlier version called it otherwise
         write_atomically(folder / RUN_ID, f"{start.run}\n".encode())
     began = settings.recorded_config(folder)
     if began is None:
