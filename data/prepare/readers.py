@@ -171,8 +171,10 @@ def _records(
         yield from enumerate(json.loads(stream.read()))
     elif kind == "jsonl":
         yield from _json_lines(stream, unit)
-    else:
+    elif kind in ("text", "other"):
         yield from _texts(stream.read().removeprefix(codecs.BOM_UTF8), separator, tally)
+    else:
+        raise DataError(f"{file.url}: KINDS has {kind!r}, which no branch of _records in data/prepare/readers.py reads")
     if kind in ("text", "other", "jsonl", *DELIMITERS):
         check_end(file, raw, unit.stop or file.size)
 

@@ -294,6 +294,13 @@ def test_a_reader_that_knows_nothing_of_units_gets_whole_files(tmp_path, monkeyp
         documents_in(tmp_path / "a.numbers", ["body"])
 
 
+def test_a_suffix_without_code_that_reads_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "KINDS", sources.KINDS | {".tale": "tale"})
+    (tmp_path / "a.tale").write_text("once")
+    with pytest.raises(DataError, match=r"a\.tale: KINDS has 'tale', which no branch of _records"):
+        documents_in(tmp_path / "a.tale")
+
+
 # ---------------------------------------------------------------- kills
 
 
