@@ -275,7 +275,7 @@ def take_steps(opened: Opened, trainer: Trainer) -> Iterator[Computed]:
     """Take the steps of a training. Each is yielded before its update."""
     config = opened.config
     for step, batches in enumerate(steps_of(opened, trainer.dims, dist.get_rank()), start=1):
-        computed = trainer.compute_gradients([batch.to(trainer.device) for batch in batches])
+        computed = trainer.compute_gradients([batch.to(trainer.device) for batch in batches], measure=True)
         trainer.set_learning_rate(
             learning_rate(step, config.training.steps, config.optimizer.lr, config.lr_scheduler, SEQUENCES)
         )

@@ -1,7 +1,6 @@
 """Muon: its update beside torch's, what it sends, resumes; groups of weights."""
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -131,7 +130,7 @@ def test_a_run_is_resumed_with_the_same_bits_and_in_any_layout(small: tuple[str,
     words = [*small, "--optimizer.name=muon", slower]
     launch(2, tmp_path / "whole", words)
     launch(2, tmp_path / "other", words, 7)
-    shutil.copytree(tmp_path / "other", tmp_path / "cut")
+    launch(2, tmp_path / "cut", words, 7)
     launch(2, tmp_path / "cut", words, function=resume_without_a_step)
     assert same(flat(final_weights(tmp_path / "cut", tmp_path)), flat(final_weights(tmp_path / "whole", tmp_path)))
     with pytest.raises(AssertionError, match=r"another optimizer; set optimizer\.name and groups as"):
@@ -182,9 +181,9 @@ def test_groups_are_chosen_by_the_first_pattern() -> None:
         ('[{pattern = "*"}, {pattern = "*norm*"}]', "matches no weight that an earlier pattern leaves"),
         ('[{kind = "muon"}]', "norm.weight is no matrix"),
         ('[{betas = [0.9]}]', r"betas of '\*': \[0.9\], but adamw has 2"),
-        ('[{patern = "*"}]', "optimizer.groups.patern: unknown key; one of pattern, kind"),
-        ('[{lr = -1}]', "optimizer.groups.lr = -1.0: must be a number >= 0"),
-        ('["*norm*"]', "must be a table"),
+        ('[{patern = "*"}]', "optimizer.groups.*patern"),
+        ('[{lr = -1}]', r"optimizer.groups.*-1.*>= 0"),
+        ('["*norm*"]', r"optimizer.groups.*norm.*table"),
     ],
 )  # fmt: skip
 def test_mistakes_in_groups_are_named(groups: str, message: str) -> None:

@@ -1,6 +1,7 @@
 """What ranks send in a step, the ring's sums, the split loss, and counts of trained tokens."""
 
 import dataclasses
+from collections import defaultdict
 from unittest import mock
 
 import pytest
@@ -11,12 +12,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from config import Config
+from layer_norms import layer_of
 from loss import IGNORED, count_trained
 from parallel.context import local_indices, ring_attention
 from parallel.mesh import ParallelDims
 from parallel.tensor import vocab_parallel_cross_entropy
 from tests.harness import run_ranks
-from tests.parity import config_for, losses_of
+from tests.parity import CPU, FLAVOR, config_for, losses_of, opened
+from tools.same import start_in_layout, steps_of, whole
 
 
 def count_calls(collective: str, config: Config, batches: int) -> int:
@@ -45,6 +48,31 @@ def test_norms_of_layers_take_one_collective() -> None:
     without = dataclasses.replace(config, metrics=dataclasses.replace(config.metrics, per_layer=False))
     counts = [run_ranks(2, count_calls, "all_reduce", each, 1)[0] for each in (config, without)]
     assert counts[0] == counts[1] + 1
+
+
+def norms_of_layers(config: Config) -> list[tuple[float, float]]:
+    """By layer: the norm of its gradients as a metric, and in float64 of the whole gradients."""
+    given = opened(replace_norm(config), 1, 1)
+    trainer = start_in_layout(given, CPU)
+    trainer.compute_gradients(next(steps_of(given, trainer.dims, dist.get_rank())), measure=True)
+    squares: dict[str, float] = defaultdict(float)
+    for name, weight in trainer.parts[0].named_parameters():
+        assert weight.grad is not None
+        squares[layer_of(name)] += whole(weight.grad).double().square().sum().item()
+    norms = trainer.update()
+    return [(norms[f"grad_norm/{layer}"].item(), square**0.5) for layer, square in squares.items()]
+
+
+def replace_norm(config: Config) -> Config:
+    return dataclasses.replace(config, training=dataclasses.replace(config.training, max_norm=0.0))
+
+
+def test_norms_of_layers_are_of_whole_gradients() -> None:
+    for ranks, config in ((2, config_for(2, 1)), (4, config_for(1, 2, tp=2))):
+        for found in run_ranks(ranks, norms_of_layers, config):
+            assert len(found) == FLAVOR.n_layers + 3
+            for norm, exact in found:
+                assert norm == pytest.approx(exact, rel=1e-5)
 
 
 def errors_of_the_ring(positive: bool) -> dict[str, float]:
