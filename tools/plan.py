@@ -8,35 +8,33 @@ The speed is modelled on these counts (tools.plan_time). No data and no GPU are 
 """
 
 import argparse
-import contextlib
-import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from config import Config, ConfigError, Parallelism, load_config, parse_schedule
+from config import Config, ConfigError, load_config, parse_schedule
 from models import build_model, find_model
 from models.trained import settle_model
 from parallel.fsdp import needs_fsdp
 from run.run import run_and_leave
-from tools.plan_count import DEFAULT_VOCAB_SIZE, Case, DryRun, check, count, count_few_layers
+from tools.plan_count import DEFAULT_VOCAB_SIZE, Case, DryRun, check
+from tools.plan_sweep import count_with_progress, find_layouts
 from tools.plan_time import DEVICES, GIB, Cluster, estimate
 
 RESERVED = {False: 1.03, True: 1.25}  # memory that torch reserves / allocated: of a rank alone; with FSDP2
-BEST_LAYOUTS = 3  # of a sweep, tried in all modes and with larger batches
 
 
-def plan(configs: Sequence[Config], world_size: int, cluster: Cluster, counted_by: Any = count) -> list[dict[str, Any]]:
+def plan(configs: Sequence[Config], world_size: int, cluster: Cluster) -> list[dict[str, Any]]:
     """The plans of these runs, as plain values. Raises ConfigError for a run that is impossible."""
     runs = []
     for config in configs:
         check(config, world_size)
         stages = {0, config.parallelism.pp - 1}  # the fullest is the first, the slowest the last, with the loss
         runs.append([Case(config, world_size, stage) for stage in sorted(stages)])
-    counts = counted_by([case for cases in runs for case in cases])
+    counts = count_with_progress([case for cases in runs for case in cases], "a step")
     return [_plan_one(cases, [counts[case] for case in cases], cluster) for cases in runs]
 
 
@@ -90,35 +88,13 @@ def plan_run(planned: Mapping[str, Any], steps: int, options: argparse.Namespace
 
 
 def sweep(config: Config, world_size: int, cluster: Cluster) -> list[dict[str, Any]]:
-    """Plans of the fastest layouts that fit, in all modes and with larger batches, the fastest first.
-
-    All layouts are counted in mode `full` with their smallest batch. The best that fit are tried further.
-    """
-
-    def rank(tries: Iterable[tuple[Parallelism, Any, int]]) -> list[tuple[dict[str, Any], Parallelism]]:
-        possible = []
-        for layout, mode, batch in tries:
-            checkpointing = replace(config.activation_checkpoint, mode=mode)
-            training = replace(config.training, local_batch_size=batch)
-            tried = replace(config, parallelism=layout, activation_checkpoint=checkpointing, training=training)
-            with contextlib.suppress(ConfigError):  # the world, the batch or the model does not divide so
-                check(tried, world_size)
-                possible.append(tried)
-        plans = zip(plan(possible, world_size, cluster, count_few_layers), possible, strict=True)
-        fitting = [(found, tried.parallelism) for found, tried in plans if found["fits"]]
-        return sorted(fitting, key=lambda pair: -pair[0]["speed"]["tokens_per_second"])
-
-    smallest = []
-    degrees = [1, 2, 4, 8]
-    context = degrees if config.training.max_seq_len >= 2**15 else [config.parallelism.cp]
-    for tp, pp, cp in itertools.product(degrees, degrees, context):
-        nodes = max(1, world_size // (cluster.gpus_per_node * pp))
-        for replicas in {config.parallelism.dp_replicate, nodes}:
-            layout = replace(config.parallelism, tp=tp, pp=pp, cp=cp, dp_replicate=replicas, dp_shard=-1)
-            smallest.append((layout, "full", layout.pp_microbatch_size * pp if pp > 1 else 1))
-    best = [(layout, found["local_batch_size"]) for found, layout in rank(smallest)[:BEST_LAYOUTS]]
-    further = itertools.product(best, ("none", "selective", "full"), (1, 2, 4))
-    return [found for found, _ in rank((layout, mode, times * batch) for (layout, batch), mode, times in further)]
+    """Plans of the fastest layouts that fit, with their modes and batches, the fastest first."""
+    fitting: list[dict[str, Any]] = []
+    room = cluster.device.memory_bytes / RESERVED[True]
+    for configs in find_layouts(config, world_size, cluster, room):
+        if not fitting:
+            fitting = [found for found in plan(configs, world_size, cluster) if found["fits"]]
+    return sorted(fitting, key=lambda found: -found["speed"]["tokens_per_second"])
 
 
 def plan_text(found: Mapping[str, Any]) -> str:
@@ -134,6 +110,9 @@ def plan_text(found: Mapping[str, Any]) -> str:
     trust = "unfitted: no run of today's software on this device is known"
     if found["fitted_to"]:
         trust = f"fitted to {found['fitted_to']}"
+    peak = ""
+    if "float8" in found["tflop"]:
+        peak = " of bfloat16's peak, though matmuls are in float8"
     lines = [
         f"{found['parameters']:,} parameters; {found['layout']}; {found['tokens_per_step']:,} tokens per step",
         f"\nmemory of a rank of stage {found['stage']}, GiB  [counted on the real step; reserved: estimated]",
@@ -142,7 +121,7 @@ def plan_text(found: Mapping[str, Any]) -> str:
         "\ntraffic per step of a rank of the last stage, whole tensors  [counted on the real step]",
         *traffic,
         f"\nspeed  [modelled on the counts; {trust}]",
-        f"  {_rates(found)}; MFU {100 * speed['mfu']:.1f} %",
+        f"  {_rates(found)}; MFU {100 * speed['mfu']:.1f} %{peak}",
         f"  {speed['step_seconds']:.3f} s per step: {seconds}",
         "  TFLOP: " + ", ".join(f"{kind} {value:,.2f}" for kind, value in found["tflop"].items()),
         f"  {run['tokens'] / 1e9:,.1f} G tokens in {run['days']:,.1f} days",
@@ -168,18 +147,19 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster]:
         epilog="other options are the config's, --config=FILE --section.field=value, and any field of the model's "
         "flavor, such as --model.dim=5120",
     )  # fmt: skip
-    parser.add_argument("--world-size", type=int, required=True, help="ranks")
-    parser.add_argument("--device", choices=sorted(DEVICES), default="h100")
-    parser.add_argument("--gpus-per-node", type=int, default=8)
-    parser.add_argument("--bandwidth", type=float, help="network per device and direction, 1e9 bytes/s")
-    parser.add_argument("--tokens", type=float, default=0.0, help="token budget; default: the config's steps")
-    parser.add_argument("--mttf-hours", type=float, default=20_000.0, help="mean time to failure of a node")
-    parser.add_argument("--storage-bandwidth", type=float, default=10.0, help="of all ranks together, 1e9 bytes/s")
-    parser.add_argument("--flash-attention", action="store_true", help="torch's own attention, not the fastest")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--sweep", action="store_true", help="rank the layouts that fit")
+    add = parser.add_argument
+    add("--world-size", type=int, required=True, help="ranks")
+    add("--device", choices=sorted(DEVICES), default="h100", help="(default %(default)s)")
+    add("--gpus-per-node", type=int, default=8, help="(default %(default)s)")
+    add("--bandwidth", type=float, help="network per device and direction, 1e9 bytes/s (default: the device's)")
+    add("--tokens", type=float, help="token budget (default: the config's steps)")
+    add("--mttf-hours", type=float, default=20_000.0, help="mean time to failure of a node (default %(default)s)")
+    add("--storage-bandwidth", type=float, default=10.0, help="of all ranks, 1e9 bytes/s (default %(default)s)")
+    add("--flash-attention", action="store_true", help="torch's own attention, not the fastest")
+    add("--json", action="store_true", help="print JSON")
+    add("--sweep", action="store_true", help="rank the layouts that fit")
     options, rest = parser.parse_known_args(argv)
-    for name in ("world_size", "gpus_per_node", "bandwidth", "mttf_hours", "storage_bandwidth"):
+    for name in ("world_size", "gpus_per_node", "bandwidth", "tokens", "mttf_hours", "storage_bandwidth"):
         value = getattr(options, name)
         if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} = {value}: must be above 0")
@@ -187,6 +167,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster]:
     config = settle_model(load_config(rest))
     if config.float8.enable and device.float8_flops is None and not config.float8.emulate:
         raise ConfigError(f"float8.enable = true: {options.device} has no float8 matmul")
+    if config.training.epochs and not options.tokens:
+        raise ConfigError(f"training.epochs = {config.training.epochs:g}: depends on the data; say --tokens")
     _, batch = parse_schedule(config.training.global_batch_size)[-1]
     last = replace(config.training, seq_len=config.training.max_seq_len, global_batch_size=batch)
     if last != config.training:

@@ -4,7 +4,7 @@ Only what is outside a step is replaced: the run around it, data, checkpoints, t
 kernels. The model, its sharding, its graphs, loss, clipping and optimizer are those of a run. Fake tensors have shapes
 but no memory, and torch's fake backend answers every collective at once.
 
-The third microbatch of a step and all later ones are alike, so the counts of two and of three give those of many.
+The second of three microbatches and all further ones are alike, and so are layers: many follow from few.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import gc
 import multiprocessing
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +47,8 @@ from run.processes import LaunchEnvironment
 from tools.plan_tally import Matmul, Tally
 
 DEFAULT_VOCAB_SIZE = 4096  # for a flavor that takes its tokenizer's: that of the default run
-FEW_MICROBATCHES = (2, 3)  # the first, the last, and one between
+FEW_MICROBATCHES = 3  # the first, the last, and one that stands for all between them
+FEW_LAYERS = (2, 3)  # of each stage
 
 
 class Case(NamedTuple):
@@ -98,23 +99,44 @@ def check(config: Config, world_size: int) -> None:
 
 
 def dry_run(case: Case, microbatches: int) -> DryRun:
-    """Run one step of train.py with this many microbatches, as a rank of the case's stage, and count.
+    """`dry_runs` of one case."""
+    [counted] = dry_runs([case], microbatches)
+    return counted
 
-    It starts a process group of fake ranks, so call it once per process. Raises what a run with these settings raises,
-    above all ConfigError.
+
+def dry_runs(cases: Sequence[Case], microbatches: int, more: int = 0) -> list[DryRun]:
+    """Run a step of train.py with `microbatches` for each case, as a rank of its stage, and count it.
+
+    `more` microbatches, like the second, are added. The cases share what the first compiles, so they may only differ by
+    their number of layers. It starts process groups of fake ranks, so call it once per process. Raises what a run with
+    these settings raises, above all ConfigError.
     """
     gc.freeze()  # otherwise a collection walks through, and so copies, all objects of the parent
     torch._logging.set_logs(dynamo=50)
     torch.compiler.reset()  # otherwise sizes that the parent compiled for are dynamic here
+    tally = Tally()
+    register_backend(partial(tally.backend), name=BACKEND)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    counts = []
+    for case in cases:
+        step = CountedStep(case, microbatches, tally, fake)
+        _train_one_step(step)
+        counts.append(step.result(more))
+        dist.destroy_process_group()
+        del step
+        gc.collect()  # its model, before the next one is counted
+    return counts
+
+
+def _train_one_step(step: "CountedStep") -> None:
+    case = step.case
     check(case.config, case.world_size)
     rank = case.stage * case.world_size // case.dims.pp
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=case.world_size)
-    config = _one_step(case, microbatches)
-    step = CountedStep(config, microbatches)
     run = mock.MagicMock(
         device=torch.device("cpu"),
         mesh=case.dims.build_mesh("cpu"),
-        config=config,
+        config=step.config,
         folder=Path(),
         starting=False,
         asked_to_stop=lambda: False,
@@ -133,16 +155,15 @@ def dry_run(case: Case, microbatches: int) -> DryRun:
         (train, "BadSteps", lambda *_: mock.Mock(skipped=())),
         (train, "MetricsLogger", mock.Mock()),
     ]
-    register_backend(partial(step.tally.backend), name=BACKEND)
-    register_optimizer_step_pre_hook(step.begin_update)
+    update = register_optimizer_step_pre_hook(step.begin_update)
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
+        stack.callback(update.remove)
         warnings.simplefilter("ignore")
         for owner, name, stand_in in stand_ins:
             # Of PipelineStage those that only some versions of torch have.
             stack.enter_context(mock.patch.object(owner, name, stand_in, create=owner is PipelineStage))
         stack.enter_context(step.modes)
-        train.train(config, after_step=step.end)
-    return step.result()
+        train.train(step.config, after_step=step.end)
 
 
 BACKEND: Any = "tally"
@@ -151,14 +172,17 @@ BACKEND: Any = "tally"
 class CountedStep:
     """A step of train.py under a tally. The loop calls its methods where a part of the step begins or ends."""
 
-    def __init__(self, config: Config, microbatches: int):
-        self.config = config
+    def __init__(self, case: Case, microbatches: int, tally: Tally, fake: FakeTensorMode):
+        self.case = case
         self.microbatches = microbatches
-        self.tally = Tally()
+        self.config = _one_step(case, microbatches)
+        self.tally = tally
+        self.fake = fake
         self.modes = contextlib.ExitStack()  # fake tensors and the tally, once there is a model
         self.weights = 0  # bytes
         self.optimizer = 0  # bytes
         self.before = 0  # most bytes held up to the update
+        self.amounts: list[Any] = []  # of the tally after each microbatch
         self._states: Any = {}
 
     def load_zeros(self, *_: Any, **__: Any) -> Any:
@@ -182,15 +206,18 @@ class CountedStep:
     def allocate(self, model: nn.Module, device: torch.device, *_: Any) -> None:
         """In place of `init_weights`: weights without values. From here on tensors are fake, and counted."""
         if not self.weights:
-            self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            self.modes.enter_context(self.fake)
             self.modes.enter_context(self.tally.counting())
         model.to_empty(device=device)
         self.weights = self.tally.live
 
     def forward_backward(self, compute: Any, batches: list[Batch], n_tokens: Tensor) -> list[Tensor]:
         """As TrainingRun's, without its watchdog."""
-        last = len(batches) - 1
-        return [compute.forward_backward(*batch, n_tokens, i == last) for i, batch in enumerate(batches)]
+        losses = []
+        for i, batch in enumerate(batches):
+            losses.append(compute.forward_backward(*batch, n_tokens, i == len(batches) - 1))
+            self.amounts.append(self.tally.amounts())
+        return losses
 
     def begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """What is counted from here on belongs to the optimizer."""
@@ -206,14 +233,20 @@ class CountedStep:
                     own = x.to_local() if isinstance(x, DTensor) else x
                     self.optimizer += own.untyped_storage().nbytes()
 
-    def result(self) -> DryRun:
-        """The counts. With `cpu_offload` weights and states are on the host, which runs the optimizer."""
+    def result(self, more: int) -> DryRun:
+        """The counts, with `more` microbatches like the second.
+
+        With `cpu_offload` weights and states are on the host, which runs the optimizer.
+        """
         tally = self.tally
         peak = max(self.before + self.optimizer, tally.peak)
         if self.config.parallelism.cpu_offload:
             peak = self.before - self.weights
-        moved = dict(tally.moved)
-        return DryRun(tally.sent, dict(tally.matmuls), tally.attention, moved, self.weights, self.optimizer, peak)
+        amounts = tally.amounts()
+        if more:
+            first, second, *_ = self.amounts
+            amounts = _extend(amounts, first, second, more)
+        return DryRun(*amounts, self.weights, self.optimizer, peak)
 
 
 def _stand_ins_of_torch() -> list[tuple[Any, str, Any]]:
@@ -252,9 +285,31 @@ def _one_step(case: Case, microbatches: int) -> Config:
     )
 
 
-def count(cases: Sequence[Case]) -> dict[Case, DryRun]:
-    """What each case counts in a step. Raises what a run with these settings raises, above all ConfigError."""
-    return {case: _with_windows(counted, case.config) for case, counted in _count_causal(cases).items()}
+def count(cases: Sequence[Case], report: Callable[[], object] = lambda: None) -> dict[Case, DryRun]:
+    """What each case counts in a step; calls `report` whenever one is there.
+
+    Layers of a deep model are counted twice and three times per stage, and from there on as a line, on which they lie.
+    Only Muon's exchange lies near one, since ranks share whole matrices. Dry runs run in parallel, the two of a case in
+    one process, forked, since imports take longer than small runs. Raises what a run with these settings raises, above
+    all ConfigError.
+    """
+    found = {}
+    jobs = list(dict.fromkeys(cases))
+    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0)), maxtasksperchild=1) as pool:
+        for case, counted in zip(jobs, pool.imap(_count_one, jobs), strict=True):
+            found[case] = counted
+            report()
+    return found
+
+
+def _count_one(case: Case) -> DryRun:
+    """What a case counts, in a process of its own."""
+    short = _with_few_layers(case)
+    microbatches = min(case.microbatches, FEW_MICROBATCHES)
+    counts = dry_runs(short, microbatches, case.microbatches - microbatches)
+    numbers = [n_layers(each.config) for each in (*short, case)]
+    steps = (numbers[-1] - numbers[-2]) // max(numbers[-2] - numbers[0], 1)
+    return _with_windows(DryRun(*_extend(counts[-1], counts[0], counts[-1], steps)), case.config)
 
 
 def _with_windows(counted: DryRun, config: Config) -> DryRun:
@@ -268,40 +323,6 @@ def _with_windows(counted: DryRun, config: Config) -> DryRun:
     return counted._replace(attention=counted.attention * seen // (len(windows) * S * (S + 1)))
 
 
-def _count_causal(cases: Sequence[Case]) -> dict[Case, DryRun]:
-    """What each case counts in a step, as if no layer had a window.
-
-    Dry runs run in parallel, each in a process of its own: forked, since imports take longer than small runs.
-    """
-    jobs = []
-    for case in dict.fromkeys(cases):
-        few = FEW_MICROBATCHES if case.microbatches > FEW_MICROBATCHES[-1] else (case.microbatches,)
-        jobs += [(case, microbatches) for microbatches in few]
-    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0)), maxtasksperchild=1) as pool:
-        counts = pool.starmap(dry_run, jobs, chunksize=1)
-    found: dict[Case, DryRun] = {}
-    for (case, microbatches), counted in zip(jobs, counts, strict=True):
-        before = found.get(case, counted)
-        found[case] = DryRun(*_extend(before, counted, case.microbatches - microbatches))
-    return found
-
-
-def count_few_layers(cases: Sequence[Case]) -> dict[Case, DryRun]:
-    """`count` for many layouts of a deep model: with two numbers of layers, and from there on as a line.
-
-    Only Muon's exchange is no line, since ranks share whole matrices.
-    """
-    short = {case: _with_few_layers(case) for case in cases}
-    counts = _count_causal([few for pair in short.values() for few in pair])
-    found = {}
-    for case, pair in short.items():
-        layers = [n_layers(each.config) for each in (*pair, case)]
-        steps = (layers[-1] - layers[-2]) // max(layers[-2] - layers[0], 1)
-        counted = DryRun(*_extend(counts[pair[0]], counts[pair[-1]], steps))
-        found[case] = _with_windows(counted, case.config)
-    return found
-
-
 def n_layers(config: Config) -> int:
     """Layers of the run's model."""
     return find_model(config.model, DEFAULT_VOCAB_SIZE)[1].n_layers
@@ -312,16 +333,17 @@ def _with_few_layers(case: Case) -> list[Case]:
     config = case.config
     stages = config.parallelism.pp * len(stages_of_rank(0, config.parallelism))
     unit = stages * config.activation_checkpoint.every_n_layers
-    if n_layers(config) % unit or n_layers(config) <= 3 * unit:
+    if n_layers(config) % unit or n_layers(config) <= FEW_LAYERS[-1] * unit:
         return [case]
-    shorter = [replace(config, model=replace(config.model, n_layers=times * unit)) for times in (2, 3)]
+    shorter = [replace(config, model=replace(config.model, n_layers=times * unit)) for times in FEW_LAYERS]
     return [case._replace(config=few) for few in shorter]
 
 
-def _extend(low: Any, high: Any, steps: int) -> Any:
-    """The value `steps` steps from `high`, on the line through `low`, one step before it."""
-    if isinstance(low, dict):
-        return {key: _extend(low[key], high[key], steps) for key in high}
-    if isinstance(low, list | tuple):
-        return [_extend(a, b, steps) for a, b in zip(low, high, strict=True)]
-    return high + (high - low) * steps
+def _extend(start: Any, low: Any, high: Any, steps: int) -> Any:
+    """Numbers, `steps` steps further from `start`, each as large as that from `low` to `high`. 0 is any of zeros."""
+    if isinstance(start, dict):
+        return {key: _extend(value, low.get(key, 0), high.get(key, 0), steps) for key, value in start.items()}
+    if isinstance(start, list | tuple):
+        zeros = [0] * len(start)
+        return [_extend(*each, steps) for each in zip(start, low or zeros, high or zeros, strict=True)]
+    return start + (high - low) * steps

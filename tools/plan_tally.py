@@ -79,7 +79,7 @@ class Tally(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.part, self.in_graph = "step", False
+        self.in_graph = False
         self.held: dict[int, tuple[int, int]] = {}  # storage → a number that no other storage had before, bytes
         self.n_storages = self.live = 0
         self.begin_step()
@@ -92,6 +92,12 @@ class Tally(TorchDispatchMode):
         self.attention = 0
         self.moved: Counter[str] = Counter()
         self.peak = self.live
+        self.part = "step"
+
+    def amounts(self) -> tuple[dict[tuple[str, str], list[int]], dict[Matmul, int], int, dict[str, int]]:
+        """What was sent, multiplied, attended to and moved since the step began."""
+        sent = {key: list(calls_and_bytes) for key, calls_and_bytes in self.sent.items()}
+        return sent, dict(self.matmuls), self.attention, dict(self.moved)
 
     def _begin_graph(self) -> None:
         """Forget the graph before. Its tensors go by their storages' numbers."""
