@@ -13,8 +13,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,26 +25,23 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.distributed.checkpoint.planner import WriteItem
-from tqdm import tqdm
 
 from checkpoint import CheckpointError
 from checkpoint.companions import COMPANIONS, GENERATION, declared_by, find_tokenizer
-from checkpoint.files import plan_rows, read_state, write_items
+from checkpoint.files import read_state
 from checkpoint.loading import check_same_names, load_place
-from checkpoint.manifest import MANIFEST, Manifest, Opened, commit, sha256
+from checkpoint.manifest import Manifest, Opened
 from checkpoint.state import model_tensors
-from config import LOCAL_OR_S3, TitaniteError, command_line, file_errors, is_form
+from checkpoint.writing import new_checkpoint, write_checkpoint
+from config import TitaniteError, command_line, file_errors
 from data.chat import chat_of, transformers_version
 from data.tokenizer import CONFIG, TOKENIZER, Tokenizer, content_of, json_object, read_files
 from metrics import quiet_noisy_loggers
 from models import MODELS, build_model, recorded_model
 from models.trained import longest_sequence
-from storage import Store, StoreError, open_store
 from storage.records import output_path
 from tools.weights import DTYPES, FILE_BYTES, find_weights, open_weights, read_rows, write_weights
 
-PIECE_BYTES = 16 << 20  # of an imported tensor, so that each rank reads little more than it needs
 LOGITS_TOLERANCE = 1e-4  # of the largest logit: both compute in float32, but in different orders
 
 logger = logging.getLogger(__name__)
@@ -194,18 +190,6 @@ def exported_model(manifest: Manifest) -> tuple[Any, nn.Module, Any]:
     return import_module(spec.hf), build_model(spec, flavor), flavor
 
 
-def new_checkpoint(place: str) -> tuple[Store, str]:
-    """(store, name) of a checkpoint to be written. Raises CheckpointError if there is one."""
-    parent, _, name = place.rstrip("/").rpartition("/")
-    # In an object store // is not /.
-    if not is_form(place, LOCAL_OR_S3) or name in ("", ".", "..") or parent.endswith("/"):
-        raise CheckpointError(f"{place}: name a new folder, with ~ written out, or s3://bucket/prefix")
-    store = open_store(parent or ("/" if place.startswith("/") else "."))
-    if store.sizes(name):
-        raise CheckpointError(f"{place}: exists; name a new checkpoint")
-    return store, name
-
-
 def import_model(folder: Path, place: str) -> None:
     """Write a Hugging Face model as a checkpoint of step 0 without moments. Values and types stay the same.
 
@@ -240,43 +224,6 @@ def import_model(folder: Path, place: str) -> None:
     logger.info("          for pairs and chats with --format sft or chat, which prints what the run needs beside this:")
     train = "./run_llama_train.sh train_configs/pretrained.toml"
     logger.info(f"  train:  {train} --checkpoint.initial_load={place} --data.datasets=datasets/NAME")
-
-
-def write_checkpoint(
-    place: str,
-    weights: dict[str, Tensor],
-    read: Callable[[str, slice], Tensor],
-    companions: Mapping[str, bytes],
-    facts: Mapping[str, Any],
-    check: Callable[[], None] = lambda: None,
-) -> None:
-    """Write weights alone as a checkpoint, piece by piece; `facts` are for its manifest. Raises TitaniteError.
-
-    `weights` gives names, shapes and types, `read` the rows of one. If that or the `check` of all fails, nothing stays.
-    """
-    store, name = new_checkpoint(place)
-    plan = plan_rows(weights, PIECE_BYTES)
-    digests = {file: sha256(content) for file, content in companions.items()}
-    facts = {"world_size": 1, "dataloader": {}, "companions": digests, **facts}
-
-    def read_item(item: WriteItem) -> Tensor:
-        assert item.tensor_data is not None
-        chunk = item.tensor_data.chunk
-        rows = slice(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0])
-        bar.update()
-        return read(item.index.fqn.removeprefix("model."), rows)
-
-    try:
-        with tqdm(total=sum(map(len, plan.files)), desc="write", disable=None, leave=False) as bar:
-            written = write_items(store, name, 0, plan.files, read_item)
-        for companion, content in companions.items():
-            store.put(f"{name}/{companion}", content)
-        commit(store, name, plan.metadata, [written], facts)
-        check()
-    except BaseException:
-        with suppress(CheckpointError, StoreError):  # the first error says more
-            store.remove([f"{name}/{MANIFEST}", *store.sizes(name)])
-        raise
 
 
 def check_importable(folder: Path) -> None:
