@@ -124,8 +124,7 @@ def whole_models() -> dict[str, Run]:
     for flavor, seq_len, local, whole, options, steps in SHAPES:
         for kind, more in KINDS.items():
             rows[f"{flavor} {kind} {seq_len}"] = Run(flavor, seq_len, local, whole, (*options, *more), steps)
-    for peer in ("torchtitan", "transformers"):
-        rows[f"1.8B {peer} 8192"] = Run("1.8B", 8192, 4, 8, peer=peer)
+    rows["1.8B transformers 8192"] = Run("1.8B", 8192, 4, 8, peer="transformers")
     return rows
 
 
@@ -361,100 +360,6 @@ def measure_transformers(run: Run, device: torch.device, started: float) -> dict
     return measure_loop(step, run, device, started)
 
 
-def measure_torchtitan(run: Run, device: torch.device, started: float) -> dict[str, Any]:
-    """Measure torchtitan 0.3.0 (requirements-bench.txt): its Llama, compilation, loss, clipping and AdamW.
-
-    Its Trainer is left out, since it needs its own data. The order of a step is the Trainer's.
-    """
-    from torchtitan.distributed import ParallelDims, utils
-    from torchtitan.distributed.cudagraph import wrap_with_cuda_graph
-    from torchtitan.distributed.spmd_types import annotate_input_spmd_types
-
-    job = configure_torchtitan(run)
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-    dims = ParallelDims.from_config(job.parallelism, world_size=1)
-    utils.set_spmd_backend(job.parallelism.spmd_backend)
-    model = build_torchtitan(job, dims, run)
-    loss_fn = job.loss.build(compile_config=job.compile)
-    model.to_empty(device=device)
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
-    loss_fn.set_lm_head(model.lm_head)
-    model._skip_lm_head = True  # its loss applies the output layer, in chunks
-    optimizers = job.optimizer.build(model_parts=[model])
-    context = utils.get_spmd_context(parallel_dims=dims)
-
-    def forward_backward(tokens: Tensor, labels: Tensor, count: Tensor, more: dict[str, Any]) -> Tensor:
-        with context():
-            loss, _ = loss_fn(model(tokens, **more), labels, count, positions=more["positions"])
-            loss.backward()
-        return loss
-
-    samples = torch.randint(0, model.config.vocab_size, (run.local_batch_size, run.seq_len + 1), device=device)
-    positions = torch.arange(run.seq_len, device=device).repeat(run.local_batch_size, 1)
-    more = {"positions": positions, "attention_masks": model.get_attention_masks(positions=positions)}
-    tokens, labels, more = annotate_input_spmd_types(dims, samples[:, :-1], samples[:, 1:], more)
-    count = torch.tensor(run.global_batch_size * run.seq_len, device=device)
-    captured = wrap_with_cuda_graph(forward_backward)
-
-    def step() -> None:
-        optimizers.zero_grad(set_to_none=False)
-        for _ in range(run.global_batch_size // run.local_batch_size):
-            captured(tokens, labels, count, more)
-        utils.clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
-        optimizers.step()
-
-    return measure_loop(step, run, device, started)
-
-
-def configure_torchtitan(run: Run) -> Any:
-    """torchtitan's job of its 8B, with the shape of the run's model, without checkpointing, compiled."""
-    from torchtitan.config import CompileConfig
-    from torchtitan.models import llama3
-    from torchtitan.models.llama3.config_registry import llama3_8b
-
-    flavor: Any = build_meta_model(run).config
-    job = llama3_8b()
-    job.training.seq_len, job.training.local_batch_size = run.seq_len, run.local_batch_size
-    job.compile = CompileConfig(enable=True)
-    shape = job.model_spec.model
-    shape.dim, shape.vocab_size = flavor.dim, flavor.vocab_size
-    shape.tok_embeddings.num_embeddings, shape.tok_embeddings.embedding_dim = flavor.vocab_size, flavor.dim
-    shape.norm.normalized_shape = flavor.dim
-    shape.lm_head.in_features, shape.lm_head.out_features = flavor.dim, flavor.vocab_size
-    rope = dataclasses.replace(shape.layers[0].attention.rope, dim=flavor.head_dim, theta=flavor.rope_theta)
-    shape.layers = llama3._build_llama3_layers(
-        n_layers=flavor.n_layers,
-        dim=flavor.dim,
-        n_heads=flavor.n_heads,
-        n_kv_heads=flavor.n_kv_heads,
-        hidden_dim=flavor.hidden_dim,
-        rope=rope,
-        attn_backend="flex",
-    )
-    return job
-
-
-def build_torchtitan(job: Any, dims: Any, run: Run) -> Any:
-    """torchtitan's model on the meta device, compiled and sharded as its Trainer does."""
-    spec = job.model_spec
-    spec.model.update_from_config(config=job)
-    with torch.device("meta"):
-        model = spec.model.build()
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    ours = sum(parameter.numel() for parameter in build_meta_model(run).parameters())
-    assert parameters == ours, f"not the same shape: {parameters}, ours has {ours}"
-    return spec.parallelize_fn(
-        model,
-        parallel_dims=dims,
-        training=job.training,
-        parallelism=job.parallelism,
-        compile_config=job.compile,
-        ac_config=None,
-        dump_folder="",
-    )
-
-
 def measure_loop(step: Callable[[], None], run: Run, device: torch.device, started: float) -> dict[str, Any]:
     """Measure a peer's tokens/s, first step, memory and shares, over the same steps as train.py's."""
     step()
@@ -563,7 +468,7 @@ def measure(run: Run, device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    by = {"": measure_training, "transformers": measure_transformers, "torchtitan": measure_torchtitan}[run.peer]
+    by = {"": measure_training, "transformers": measure_transformers}[run.peer]
     row: dict[str, Any] = {"sequences": run.local_batch_size}
     try:
         # Without what an earlier row has set for the process.
@@ -642,7 +547,7 @@ TARGETS = {  # tokens/s on an H200
     "8B bf16 8192": 10_500,
     "8B tensorwise 8192": 14_500,
 }
-PEERS = {"1.8B transformers 8192": 1.15, "1.8B torchtitan 8192": 1.05}
+PEERS = {"1.8B transformers 8192": 1.15}
 
 
 def bars(rows: list[dict[str, Any]], gpu: str) -> list[tuple[str, bool]]:
