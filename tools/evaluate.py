@@ -11,11 +11,13 @@ with `--follow` each checkpoint of a run, as it appears (`tools.follow`). All fu
 import argparse
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from config import TitaniteError, command_line
+from checkpoint.loading import load_place
+from config import TitaniteError, close_match, command_line
 from metrics import configure_logging, quiet_noisy_loggers
 from models.trained import add_place_arguments
 from parallel.device import device_type
@@ -34,8 +36,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tasks", default=TASKS, help="names of lm-eval's tasks, by commas (default %(default)s)")
     help = "evaluate each checkpoint of a run as it appears (--follow --help: its options)"
     parser.add_argument("--follow", action="store_true", help=help)
+    parser.add_argument("--output_path", help="folder of the results (default: none, with --follow RUN/scores)")
     if "--follow" in argv:
-        parser.add_argument("--output_path", help="folder of the scores (default RUN/scores)")
         parser.add_argument("--poll-seconds", type=float, default=30, help="between two looks (default %(default)s)")
     arguments, options = parser.parse_known_args(argv)
     if find_spec("lm_eval") is None:
@@ -47,6 +49,7 @@ def main(argv: list[str]) -> int:
         words = [*model, f"--tasks={arguments.tasks}", "--batch_size=16", *options]
         return [sys.executable, "-m", "lm_eval", "run", *words]
 
+    check_tasks(arguments.tasks, options)
     if arguments.follow:
         configure_logging((0,), 0)
         if "://" in arguments.place:
@@ -54,10 +57,28 @@ def main(argv: list[str]) -> int:
         asked = [arguments.tasks, dtype, arguments.tokenizer, *options]
         follow(arguments, " ".join(asked), command)
         return 0
+    step = load_place(arguments.place, lambda opened: opened.manifest["step"])
     with TemporaryDirectory() as temporary:
         folder = Path(temporary, "exported")
         export_model(arguments.place, folder, dtype=dtype, tokenizer=arguments.tokenizer)
-        return subprocess.run(command(folder)).returncode
+        words = command(folder)
+        if arguments.output_path:
+            name = arguments.place.rstrip("/").rpartition("/")[2].partition("@")[0]
+            words.append(f"--output_path={Path(arguments.output_path, f'{name}-step-{step}')}")
+        return subprocess.run(words).returncode
+
+
+def check_tasks(tasks: str, options: Sequence[str]) -> None:
+    """Refuse tasks that lm-eval does not know, before anything is exported. Raises TitaniteError."""
+    from lm_eval.tasks import TaskManager
+
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--include_path")
+    own, _ = parser.parse_known_args(options)
+    manager = TaskManager(include_path=own.include_path)
+    for task in tasks.split(","):
+        if not manager.match_tasks([task]) and not Path(task).exists():
+            raise TitaniteError(f"--tasks {task}: lm-eval has no such task{close_match(task, manager.all_tasks)}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 
 from checkpoint.loading import open_place
 from checkpoint.manifest import committed, open_checkpoint, step_of
-from config import TitaniteError, recorded_config
+from config import TitaniteError, close_match, recorded_config
 from run.folder import hold, read_exit
 from run.processes import end_with_parent
 from storage import DamagedError, OutageError
@@ -39,7 +39,11 @@ def follow(arguments: argparse.Namespace, asked: str, command: Callable[[Path], 
     run = Path(arguments.place)
     output = Path(arguments.output_path or run / "scores")
     exported = output / "exported"
-    logger.info(f"{run}: its checkpoints are evaluated as they appear")
+    if run.exists():
+        logger.info(f"{run}: its checkpoints are evaluated as they appear")
+    else:
+        others = [str(other.parent) for other in run.parent.glob("*/config.toml")]
+        logger.warning(f"{run}: there is no such run; waiting until it starts{close_match(str(run), others)}")
     while not (run / "config.toml").is_file():  # before that its folder must hold nothing
         time.sleep(arguments.poll_seconds)
     output.mkdir(parents=True, exist_ok=True)

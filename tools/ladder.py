@@ -61,8 +61,12 @@ def read_ladder(file: Path) -> Plan:
     sizes = study.values.get("sizes", {})
     if rule.keys() != {*NEEDED, *POWERS}:
         raise ConfigError(f"{file}: [rule]: must have {', '.join(NEEDED)}, and may have {', '.join(POWERS)}")
-    if not multiples[0] or any(np.mod(multiples, multiples[0])):
-        raise ConfigError(f"{file}: multiples = {multiples}: each must be one of the first")
+    check_multiples(file, multiples)
+    if not is_number(decay) or not 0 < decay < 1:
+        raise ConfigError(f"{file}: decay = {decay!r}: must be between 0 and 1")
+    for name, value in rule.items():
+        if not is_number(value):
+            raise ConfigError(f"{file}: [rule] {name} = {value!r}: must be a number")
     if len(sizes) < FEWEST_SIZES:
         raise ConfigError(f"{file}: [sizes]: has {len(sizes)}; to fit some and predict one takes {FEWEST_SIZES}")
     chains = []
@@ -70,6 +74,21 @@ def read_ladder(file: Path) -> Plan:
         chains.append(plan_size(study, size, dotted(values), rule, multiples, decay))
     chains.sort(key=lambda runs: runs[0].config.optimizer.lr)  # the largest first
     return study.folder, chains, partial(write_results, study.folder, list(itertools.chain(*chains)))
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of the file is a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def check_multiples(file: Path, multiples: Any) -> None:
+    """Refuse what is no rising list of multiples of the first. Raises ConfigError."""
+    wrong = ConfigError(f"{file}: multiples = {multiples}: must be numbers that rise, multiples of the first")
+    if not isinstance(multiples, list) or not all(is_number(multiple) and multiple > 0 for multiple in multiples):
+        raise wrong
+    ratios = [multiple / multiples[0] for multiple in multiples]
+    if ratios != sorted(set(ratios)) or any(abs(ratio - round(ratio)) > 1e-6 for ratio in ratios):
+        raise wrong
 
 
 def plan_size(

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -72,11 +73,15 @@ Plan = tuple[Path, Sequence[Chain], Callable[[], None]]  # a study's folder, its
 
 
 def name_values(values: Mapping[str, Any]) -> str:
-    """A name made of values, each by the last part of its setting."""
+    """A name made of values, each by the last part of its setting, or by all of it if two have the same."""
+    last = {key: key.rpartition(".")[2] for key in values}
     words = []
     for key, value in values.items():
+        name = last[key]
+        if list(last.values()).count(name) > 1:
+            name = key
         plain = re.sub(r"[^0-9A-Za-z_.+-]+", "-", str(value)).strip("-")
-        words.append(f"{key.rpartition('.')[2]}={plain}")
+        words.append(f"{name}={plain}")
     return ",".join(words)
 
 
@@ -124,7 +129,8 @@ def conduct(kind: str, about: str, argv: Sequence[str], read: Callable[[Path], P
     runs = list(chain(*chains))
     at_once = max(1, options.at_once)
     world_size = options.processes or torch.accelerator.device_count() // at_once or 1
-    check_runs(runs, world_size)
+    if not options.page:
+        check_runs(runs, world_size)
     if options.slurm is not None:
         submit(chains, folder, at_once, options.slurm)
         return 0
@@ -132,12 +138,22 @@ def conduct(kind: str, about: str, argv: Sequence[str], read: Callable[[Path], P
         train_all(chains, at_once, world_size)
     missing = [run for run in runs if not run.finished]
     for run in missing:
-        print(f"not finished: {run.name}, its output: {run.beside('.log')}")
+        print(f"not finished: {run.name}{last_words(run)}")
     print(f"finished: {len(runs) - len(missing)} of {len(runs)} runs")
     if options.dry_run:
         return 0
     write_results()
     return int(bool(missing))
+
+
+def last_words(run: Run) -> str:
+    """Where the output of a run is, and its last line; "" if it has never started."""
+    log = run.beside(".log")
+    if not log.exists():
+        return ""
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    last = [line for line in lines if line.strip()][-1:]
+    return "; ".join([f", its output: {log}", *last])
 
 
 def write_csv(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -166,12 +182,19 @@ def check_runs(runs: Sequence[Run], world_size: int) -> None:
 
 
 def check_unchanged(run: Run) -> None:
-    """Refuse other settings than a run began with. Raises ConfigError."""
+    """Refuse other settings than a run began with, wherever its folder was then. Raises ConfigError."""
     file = run.beside(".toml")
     if file.exists() and run.folder.exists():
-        changed = differences(from_dict(read_toml(file)), run.config)
+        changed = differences(_placeless(from_dict(read_toml(file))), _placeless(run.config))
         if changed:
             raise ConfigError(f"began with other values of {', '.join(changed)}: name another `folder`, or remove it")
+
+
+def _placeless(config: Config) -> Config:
+    """The config without the place of the study's folder: it may have been moved."""
+    branch_from = config.checkpoint.branch_from.rpartition("/")[2]
+    checkpoint = replace(config.checkpoint, branch_from=branch_from)
+    return replace(config, run=replace(config.run, folder=""), checkpoint=checkpoint)
 
 
 # -- running

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from config import ConfigError, command_line
+from run.folder import read_exit
 from tools.compare import Table, is_loss, read_run, write_page
 from tools.study import Plan, Run, Study, conduct, dotted, name_values, write_csv
 
@@ -38,8 +39,13 @@ AMOUNTS = ("steps", "tokens", "seconds")  # of training, at which runs are compa
 def read_sweep(file: Path) -> Plan:
     """A sweep's folder, its runs, each for itself, and what writes its page. Raises ConfigError."""
     study = Study(file, ("grid", "zip"))
-    axes = [_rows({key: values}) for key, values in dotted(study.values.get("grid", {})).items()]
-    axes += [_rows(dotted(table)) for table in study.values.get("zip", [])]
+    tables = [{key: values} for key, values in dotted(study.values.get("grid", {})).items()]
+    tables += [dotted(table) for table in study.values.get("zip", [])]
+    keys = list(itertools.chain(*tables))
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"{file}: {key}: varies twice; name it once in [grid] or [[zip]]")
+    axes = [_rows(table) for table in tables]
     if not axes:
         raise ConfigError(f"{file}: varies nothing: needs [grid] or [[zip]]")
     runs = []
@@ -53,10 +59,13 @@ def read_sweep(file: Path) -> Plan:
 
 def _rows(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The first values of all columns, the second ones, and so on."""
-    try:
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    except (TypeError, ValueError):
-        raise ConfigError(f"{', '.join(columns)}: each needs a list of values, in [[zip]] all of one length") from None
+    for key, values in columns.items():
+        if not isinstance(values, list) or not values:
+            raise ConfigError(f"{key} = {values!r}: needs a list of values")
+    lengths = {len(values) for values in columns.values()}
+    if len(lengths) > 1:
+        raise ConfigError(f"{', '.join(columns)}: need lists of one length")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 # -- what came of them
@@ -90,10 +99,22 @@ def write_results(folder: Path, runs: Sequence[Run]) -> None:
                 curves.setdefault(groups[run.folder], []).append(curve)
         rows.append(row)
     write_csv(folder / "sweep.csv", rows)
-    tables = [tabulate(field, curves)] if curves else []
+    tables = []
+    if curves:
+        tables.append(tabulate(field, curves))
+    missing = [[row["run"], row.get("steps", 0), _how_it_ended(run)] for run, row in zip(runs, rows, strict=True)]
+    missing = [line for line, run in zip(missing, runs, strict=True) if not run.finished]
+    if missing:
+        tables.append(Table("Not finished", ["run", "steps", "its end"], missing, "Not in the means."))
     write_page(groups, folder / "sweep.html", f"Sweep {folder.name}", tables)
     for table in tables:
         print(f"\n{table.text()}")
+
+
+def _how_it_ended(run: Run) -> str:
+    """The kind of a run's end, if it was recorded."""
+    record = read_exit(run.folder) or {}
+    return record.get("kind", "none recorded")
 
 
 def tabulate(field: str, groups: Mapping[str, Sequence[np.ndarray]]) -> Table:
@@ -114,7 +135,21 @@ def tabulate(field: str, groups: Mapping[str, Sequence[np.ndarray]]) -> Table:
     for number, column in enumerate(columns, start=3):
         best = min(rows, key=lambda row: row[number])
         note += f" {column}: {best[0]}."
+    if len(rows) > 1:
+        note += f" {_lead(rows)}"
     return Table(f"By {field}", ["values", "runs", "±", *columns], rows, note)
+
+
+def _lead(rows: Sequence[Sequence[Any]]) -> str:
+    """How far the best of two rows or more leads at the end, beside the spread over seeds of the first two."""
+    (best, runs, spread, loss, *_), (second, others, other_spread, next_loss, *_), *_ = rows
+    lead = f"{best} leads {second} by {next_loss - loss:.4g}"
+    spreads = [value for value in (spread, other_spread) if not isinstance(value, str)]
+    if not spreads:
+        return f"{lead}, of one run each: how far seeds spread is not known."
+    if next_loss - loss > max(spreads):
+        return f"{lead}, more than ±, {max(spreads):.4g}, over {runs} and {others} runs."
+    return f"{lead}, no more than ±, {max(spreads):.4g}, over {runs} and {others} runs."
 
 
 def _losses_at(amounts: np.ndarray, curve: np.ndarray) -> list[float]:

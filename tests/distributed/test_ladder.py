@@ -13,7 +13,7 @@ from tools.ladder import fit_losses, fitted_loss, main, measure_model, read_ladd
 
 LADDER = """
 multiples = {multiples}
-decay = 0.25
+decay = {decay}
 [rule]
 parameters = 5000
 batch = 64
@@ -28,9 +28,11 @@ SIZES = {name: f"{{model.dim = {dim}, model.hidden_dim = {3 * dim}, model.n_head
          for name, dim in (("a", 8), ("b", 12), ("c", 16), ("d", 24))}  # fmt: skip
 
 
-def write_ladder(folder: Path, dataset: Path, multiples: str = "[0.1, 0.2]", rule: str = "", sizes: int = 4) -> Path:
+def write_ladder(
+    folder: Path, dataset: Path, multiples: str = "[0.1, 0.2]", rule: str = "", sizes: int = 4, decay: str = "0.25"
+) -> Path:
     rows = [f"{name} = {size}" for name, size in list(SIZES.items())[:sizes]]
-    text = LADDER.format(multiples=multiples, rule=rule, sizes="\n".join(rows))
+    text = LADDER.format(multiples=multiples, rule=rule, sizes="\n".join(rows), decay=decay)
     return write_study(folder, dataset, text)
 
 
@@ -40,7 +42,7 @@ def count(dim: int) -> int:
 
 
 def test_what_the_rule_gives(tmp_path: Path, dataset: Path) -> None:
-    folder, chains, _ = read_ladder(write_ladder(tmp_path, dataset))
+    folder, chains, _ = read_ladder(write_ladder(tmp_path, dataset, multiples="[0.1, 0.2]"))
     assert [measure_model(runs[0].config)[0] for runs in chains] == [count(dim) for dim in (24, 16, 12, 8)]
     assert [run.name for run in chains[0]] == ["size=d", "size=d,multiple=0.1", "size=d,multiple=0.2"]
     trunk, _, branch = (run.config for run in chains[0])
@@ -58,8 +60,13 @@ def test_what_the_rule_gives(tmp_path: Path, dataset: Path) -> None:
     ("changes", "message"),
     [
         ({"rule": "bach_power = 1"}, "must have parameters, batch, rate, warmup, sequences, and may have batch_power"),
-        ({"multiples": "[2, 3]"}, "multiples = .2, 3.: each must be one of the first"),
-        ({"multiples": "[]"}, "multiples = .0.: each must be one of the first"),
+        ({"multiples": "[2, 3]"}, "multiples = .2, 3.: must"),
+        ({"multiples": "[]"}, "multiples"),
+        ({"multiples": "[1, 4, 2]"}, "multiples = .1, 4, 2.: must"),
+        ({"multiples": '"x"'}, "multiples = x: must"),
+        ({"decay": "1.0"}, "decay = 1.0: must"),
+        ({"decay": '"x"'}, "decay = 'x': must"),
+        ({"rule": 'rate_power = "x"'}, "rate_power = 'x': must"),
         ({"sizes": 3}, "has 3; to fit some and predict one takes 4"),
     ],
 )

@@ -23,6 +23,11 @@ def test_a_sound_cluster_has_no_faults() -> None:
     assert len(find_faults([SOUND] * 3, expect_gbits=100)) == 3
 
 
+def test_of_two_nodes_the_slower_link_is_a_fault() -> None:
+    (fault,) = find_faults([SOUND, SOUND._replace(host="b", gbits={0: 0.08})], 0)
+    assert fault.startswith("fault: rank 1 (b): ")
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -19,7 +20,7 @@ from storage.records import read_records
 from tests.harness import prepare_fork
 from tests.runs import content, how_it_ended, read, validated
 from tests.unit.test_metrics_page import row, write_run
-from tools.study import Run, name_values
+from tools.study import Run, name_values, share_devices, train_all
 from tools.sweep import main, read_sweep, write_results
 from train import train
 
@@ -89,7 +90,10 @@ def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
         ("[grids]\noptimizer.lr = [1.0]", r"lab.toml: \[grids\]: must be a section"),
         ("[grid]\noptimizer.lrr = [1.0]", r"optimizer.lrr: unknown key; did you mean optimizer.lr"),
         ("[grid]\noptimizer.lr = [1.0, 'x']", 'optimizer.lr = "x": must be a number'),
-        ("[grid]\noptimizer.lr = 1.0", "optimizer.lr: each needs a list of values"),
+        ("[grid]\noptimizer.lr = 1.0", "optimizer.lr = 1.0: needs a list"),
+        ("[grid]\noptimizer.lr = []", "optimizer.lr = .*needs a list"),
+        ('[grid]\nvalidation.sample_prompt = "abc"', "validation.sample_prompt = 'abc': needs a list"),
+        ("[grid]\nrun.seed = [0]\n[[zip]]\nrun.seed = [1]", "run.seed: varies twice"),
         ("[grid]\nlr = [1.0]", "lr: must be a setting, as optimizer.lr without quotes"),
         ("[grid]\noptimizer.lr = [1.0, 1.0]", "lr=1.0: two runs would have this folder"),
         ("[grid]\nmodel.n_kv_heads = [2, 3]", "n_kv_heads=3: model.flavor = 'tiny' with .*n_kv_heads = 3"),
@@ -101,7 +105,7 @@ def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
         ),
         ("[grid]\nparallelism.tp = [1, 2]", "tp=2: .*world size"),
         ("[grid]\ndata.datasets = [['nowhere']]", "datasets=nowhere: .*nowhere"),
-        ("[[zip]]\noptimizer.lr = [1.0]\nrun.seed = [1, 2]", "optimizer.lr, run.seed: each needs .* of one length"),
+        ("[[zip]]\noptimizer.lr = [1.0]\nrun.seed = [1, 2]", "optimizer.lr, run.seed: need lists of one length"),
         ("optimizer.lr = 1.0", "varies nothing"),
     ],
 )
@@ -156,7 +160,7 @@ def test_a_failure_stops_no_other_run_and_is_tried_again(
     said = capsys.readouterr().out
     log = tmp_path / "runs" / "lr=1e+30.log"
     assert "lr=1e+30: ended with exit code 2" in said
-    assert f"not finished: lr=1e+30, its output: {log}" in said
+    assert f"not finished: lr=1e+30, its output: {log}; " in said
     assert "step 2: loss" in log.read_text()
     assert "finished: 2 of 3 runs" in said
     good = [tmp_path / "runs" / name for name in ("lr=0.01", "lr=0.001")]
@@ -172,6 +176,18 @@ def test_a_failure_stops_no_other_run_and_is_tried_again(
     assert main([str(file)]) == 1
     assert len(read(log.with_suffix(""), "starts.jsonl")) == 2
     assert [content(folder) for folder in good] == before
+    (tmp_path / "runs").rename(tmp_path / "moved")
+    moved = Path(shutil.copyfile(file, tmp_path / "moved.toml"))
+    moved.write_text(file.read_text().replace("/runs", "/moved"))
+    assert main([str(moved), "--dry-run"]) == 0, "the folder may be moved"
+    (tmp_path / "moved").rename(tmp_path / "runs")
+    shutil.move(dataset, dataset.with_name("gone"))
+    try:
+        assert main([str(file), "--page"]) == 1, "the page needs no data"
+    finally:
+        shutil.move(dataset.with_name("gone"), dataset)
+    page = (tmp_path / "runs" / "sweep.html").read_text()
+    assert "Not finished" in page
     file.write_text(file.read_text() + "\n[optimizer]\nbeta1 = 0.5")
     with pytest.raises(TitaniteError, match=r"lr=1e.30: began with other values of optimizer.beta1: name another"):
         main([str(file)])
@@ -251,4 +267,45 @@ def test_the_tables_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str
         f"lr=0.1 2 {statistics.stdev([3.0, 4.0]):.5g} 3.5 3.5 3.5 4",
     ]
     best = "at the end: lr=0.2. at 20 steps: lr=0.1. at 2,000 tokens: lr=0.1. at 30 seconds: lr=0.2."
-    assert lines[3].endswith(f"Best {best}")
+    lead = "lr=0.2 leads lr=0.1 by 1, more than ±, 0.7071, over 1 and 2 runs."
+    assert lines[3].endswith(f"Best {best} {lead}")
+
+
+def test_settings_of_one_last_part_are_named_whole() -> None:
+    values = {"validation.interval": 5, "checkpoint.interval": 5, "run.seed": 0}
+    assert name_values(values) == "validation.interval=5,checkpoint.interval=5,seed=0"
+
+
+def test_runs_at_once_share_devices_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    places = share_devices(at_once=2, world_size=2)
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["4,5", "6,7"]
+    assert [place["OMP_NUM_THREADS"] for place in places] == ["4", "4"]
+    places = share_devices(at_once=8, world_size=1)
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["4", "5", "6", "7"] * 2
+
+
+def test_what_begins_from_a_run_that_failed_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trunk without its end, and one that finishes: the branch of the second alone starts."""
+    started = []
+
+    class Ended:
+        returncode = 0
+
+        def __init__(self, run: Run, *_: object):
+            started.append(run.name)
+            if run.name != "bad":
+                run.folder.mkdir(parents=True)
+                record_exit(run.folder, {"kind": "finished"})
+
+        def poll(self) -> int:
+            return 0
+
+    monkeypatch.setattr("tools.study.start", Ended)
+    names = (("bad", "bad-branch"), ("good", "good-branch"))
+    chains = [[Run({}, from_dict({"run": {"folder": str(tmp_path / name)}})) for name in pair] for pair in names]
+    train_all(chains, at_once=1, world_size=1)
+    assert started == ["bad", "good", "good-branch"]

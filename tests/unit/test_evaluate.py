@@ -123,7 +123,9 @@ def test_scores_of_a_run_are_those_of_the_model_it_was_imported_from(
     for task, metric in (("colours", "acc"), ("colours", "acc_norm"), ("sayings", "word_perplexity")):
         score = expected["results"][task][f"{metric},none"]
         assert results[task][f"{metric},none"] == pytest.approx(score, rel=1e-5)
-    assert main([str(imported), "--tasks=nothing"]) == 1, "the harness's own code"
+    assert output.relative_to(tasks / "made").parts[0] == f"{imported.name}-step-0", "says of what it is"
+    with pytest.raises(TitaniteError, match=r"--tasks colour: .* did you mean colours"):
+        main([str(imported), "--tasks=sayings,colour", f"--include_path={tasks}"])
 
 
 def test_scores_of_each_checkpoint_of_a_run_are_those_of_its_export(

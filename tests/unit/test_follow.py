@@ -88,6 +88,19 @@ def score_of(run: Path, step: int, folder: Path) -> int:
     return int(digest, 16) % 10**6
 
 
+def test_a_name_without_a_run_is_said(run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    class Waited(Exception):
+        pass
+
+    def wait(seconds: float) -> None:
+        raise Waited
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=wait))
+    with pytest.raises(Waited):
+        followed(run.with_name("rum"))
+    assert f"did you mean {run}" in caplog.text
+
+
 def test_a_run_that_has_ended_is_evaluated_to_its_end_and_not_touched(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
