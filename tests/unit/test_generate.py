@@ -27,6 +27,8 @@ from generate import encode_record, main, messages_of
 from models.generation import Request, TextStream, generate, sample
 from models.llama.model import Llama
 from models.trained import load_from_arguments, load_trained
+from tests.unit.test_families import hf_model as family_model
+from tests.unit.test_families import ours_from as family_ours
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model, ours_from
 from tools.hf import main as checkpoint_hf
 
@@ -68,6 +70,18 @@ def test_greedy_tokens_equal_transformers_in_a_batch_of_unequal_lengths(monkeypa
     model = ours_from(hf)
     assert tokens_of(model, prompts, 24) == expected
     assert tokens_of(model, prompts[:1], 24) == expected[:1]
+
+
+def test_under_dynamic_scaling_each_row_has_the_angles_of_its_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond 64 tokens theta grows with the length: transformers' logits of each prompt alone."""
+    logits: list[torch.Tensor] = []
+    monkeypatch.setattr("models.generation.sample", lambda found, *_: logits.append(found) or found.argmax(-1))
+    hf = family_model("dynamic")
+    prompts = prompts_of(150, 40, 7, 90)
+    tokens_of(family_ours(hf), prompts, 1)
+    for row, prompt in enumerate(prompts):
+        alone = family_model("dynamic")  # another one, since it remembers the longest text that it has seen
+        torch.testing.assert_close(logits[0][row], alone(torch.tensor([prompt])).logits[0, -1], rtol=1e-5, atol=1e-5)
 
 
 def test_attention_reads_what_is_filled_and_finished_rows_leave(monkeypatch: pytest.MonkeyPatch) -> None:
