@@ -93,6 +93,7 @@ def test_the_run_script_trains_on_text_and_says_what_to_do_next(checkout: Path) 
         end = done.stderr[done.stderr.index("done: step") :].splitlines()
         assert "bits per byte" in end[1]
         assert len(end) == 5
-        for line in end[2:]:
+        typed = end[2:] if "steps" in length else end[-1:]
+        for line in typed:
             again = call(checkout, *shlex.split(line.split(":  ", 1)[1]))
             assert again.returncode == 0, again.stderr[-3000:]
