@@ -397,14 +397,15 @@ def _try_layout(work: Work, name: str, layout: Layout, device: torch.device, ran
 
 
 def _reference(work: Work, layout: Layout, device: torch.device) -> Trace:
-    """What the plain loop computes for a layout. The first process that asks for it runs the loop."""
+    """What the plain loop computes for a layout. The first processes that ask for it run the loop."""
     digest = hashlib.sha256(repr(layout.reference).encode()).hexdigest()[:16]
     place = work.folder / f"plain-{digest}.pt"
     if not place.exists():
         plain = Layout(1, layout.reference)
         trace = train_plainly(open_small(work.words, plain, work.shape), device)
-        torch.save(trace._asdict(), place.with_suffix(".part"))
-        place.with_suffix(".part").rename(place)
+        part = place.with_suffix(f".{os.getpid()}")
+        torch.save(trace._asdict(), part)
+        part.rename(place)
     return Trace(**torch.load(place, weights_only=True))
 
 
