@@ -20,6 +20,7 @@ def test_any_mesh_loads_what_any_mesh_wrote(tmp_path):
 def test_an_accelerators_random_state_is_kept_where_the_weights_are_on_the_host(tmp_path, monkeypatch):
     """As with parallelism.cpu_offload; a generator of the host stands for the accelerator's."""
     run, generator = Run(tmp_path), torch.Generator()
+    run.checkpoint.allocate_state = lambda: None  # AdamW of torch asks for the accelerator
     device = SimpleNamespace(get_rng_state=generator.get_state, set_rng_state=generator.set_state)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)

@@ -116,8 +116,8 @@ def make_run() -> None:
     arguments = [*CASES[RUN].arguments, f"--run.folder={folder.relative_to(ROOT)}"]
     run_ranks(CASES[RUN].world_size, given, arguments, STOP_AFTER, start_group=False)
     (folder / ".running").unlink()
-    if (folder / ".run_name").exists():
-        (folder / ".run_name").write_text(f"{name}\n")
+    (folder / ".run_id").write_text(f"{name}\n")
+    (folder / "checkpoints" / ".lease").unlink()
     (manifest,) = folder.glob("checkpoints/*/MANIFEST.json")
     manifest.write_bytes(encode_manifest({**json.loads(manifest.read_bytes())["manifest"], "run": name}))
 

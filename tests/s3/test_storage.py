@@ -35,7 +35,7 @@ def store_at(url: str, retry_seconds: float = 2) -> S3Store:
 @pytest.fixture(autouse=True)
 def small_parts_and_pauses(monkeypatch):
     monkeypatch.setattr(storage.s3, "PART_BYTES", 5 << 20)  # the least that S3 takes
-    monkeypatch.setattr(storage.s3.random, "uniform", lambda low, high: 0.05)
+    monkeypatch.setattr(storage.errors.random, "uniform", lambda low, high: 0.05)
 
 
 @pytest.fixture
