@@ -197,12 +197,15 @@ def test_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
 
 def test_a_run_is_resumed_by_its_own_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What another version recorded, and this one does not know, is left out and named."""
-    text = settings.to_toml(Config(training=Training(steps=70, seq_len=64))) + '[branch]\nidea = "s3://me:secret@x"\n'
+    text = (
+        settings.to_toml(Config(run=settings.Run(seed=5), training=Training(steps=70, seq_len=64)))
+        + '[branch]\nidea = "s3://me:secret@x"\n'
+    )
     text = text.replace("[optimizer]\n", "[optimizer]\nidea = 3\n").replace('name = "adamw"', 'name = "lion"')
     text = text.replace("[model]\n", "[model]\nidea = 1\n")
     (tmp_path / "config.toml").write_text(text)
     config = load_config(["--resume", str(tmp_path), "--training.steps=90"])
-    assert config == Config(run=settings.Run(folder=str(tmp_path)), training=Training(steps=90, seq_len=64))
+    assert config == Config(run=settings.Run(folder=str(tmp_path), seed=5), training=Training(steps=90, seq_len=64))
     assert caplog.messages == [
         f"{tmp_path / 'config.toml'}: settings that this version does not know, left out: "
         "model.idea = 1, optimizer.idea = 3, optimizer.name = 'lion', branch.idea = 's3://***@x'"
