@@ -21,14 +21,13 @@ def test_edits_are_honoured_refused_or_shown() -> None:
 def test_every_edit_is_of_text_that_is_there() -> None:
     for name, edit in EDITS.items():
         text = (ROOT / edit.file).read_text()
-        for old, new in edit.changes:
+        for old, _ in edit.changes:
             assert text.count(old) == 1, (name, old)
-            assert new not in text
 
 
 def test_the_examples_of_the_docs_are_edits() -> None:
     page = (ROOT / "docs" / "forking.md").read_text()
-    examples = re.findall(r"^```python edit: (.*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    examples = re.findall(r"^```python edit: ([^\n]*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(examples) == 4
     for name, code in examples:
         assert any(code.strip() in new for _, new in EDITS[name].changes), name
