@@ -175,9 +175,10 @@ def steps_of(opened: Opened, dims: ParallelDims, rank: int) -> Iterator[list[Bat
         data.close()
         return
     size = config.training.local_batch_size
+    used = SEQUENCES - SEQUENCES % (dims.dp * size)  # all ranks take as many microbatches
     for step in range(1, config.training.steps + 1):
         whole = random_batch(step, config.training.max_seq_len, config.data.mask_documents)
-        firsts = range(own * size, SEQUENCES, dims.dp * size)
+        firsts = range(own * size, used, dims.dp * size)
         yield [Batch._make(None if x is None else x[first : first + size] for x in whole) for first in firsts]
 
 

@@ -19,6 +19,21 @@ FIXED = {  # setting → why this resume keeps it
     "checkpoint.folder": "the checkpoints are there",
     "checkpoint.branch_from": "only for a new run",
     "optimizer.name": "the checkpoint holds AdamW's means",
+    "optimizer.momentum": "only Muon has one",
+    "lr_scheduler.schedule": "another would leave those of this one without effect",
+    "activation_checkpoint.memory_budget": "only in mode budget",
+    "failures.bad_step_budget": "not with on_bad_step stop",
+    **{
+        f"parallelism.{name}": "one rank"
+        for name in (
+            "outer_lr",
+            "outer_momentum",
+            "cp_method",
+            "pp_schedule",
+            "pp_microbatch_size",
+            "pp_stages_per_rank",
+        )
+    },
     "parallelism.dp_replicate": "one rank",
     "parallelism.cp": "one rank",
     "parallelism.tp": "one rank",
@@ -73,6 +88,8 @@ def test_a_run_is_resumed_with_every_setting_changed_that_may_change(
         "training.param_dtype": "bfloat16",
         "parallelism.dp_shard": 1,
         "compile.backend": "eager",
+        "lr_scheduler.warmup_steps": 1,
+        "activation_checkpoint.mode": "selective",
         "float8.skip": ("output", "wq"),
         "float8.always": ("wk",),
         "checkpoint.initial_load": str(tmp_path / "nowhere"),

@@ -158,7 +158,7 @@ def test_initial_load_is_checked_before_anything_is_written(tmp_path, run):
     check(tmp_path)
     with pytest.raises(CheckpointError, match="holds another model: dim"):
         check(tmp_path, {**IDENTITY, "dim": 16})
-    with pytest.raises(CheckpointError, match=r"initial_load: .*typo: no checkpoint in "):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.initial_load: .*typo"):
         check(tmp_path / "typo")
     check(tmp_path / "gone", folder=str(tmp_path))  # this run resumes
     newest = committed(open_store(tmp_path))[0]
