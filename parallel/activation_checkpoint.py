@@ -47,6 +47,7 @@ def apply_activation_checkpoint(block: nn.Module, settings: ActivationCheckpoint
     that keeps the given share of the activations. It is told to keep attention, since torch 2.11 to 2.13 take some of
     its operators (cuDNN's, the CPU's, the ring's) for cheap.
     """
+    compiler.activation_memory_budget = 1.0  # whatever an earlier model of this process had
     if settings.mode == "none":
         return
     if settings.mode == "budget":
