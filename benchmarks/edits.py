@@ -65,7 +65,7 @@ EDITS = {
     "a window in causal_mask": edit(
         MODEL,
         "    return same_document & visible(queries_S[:, None]",
-        "    same_document &= queries_S[:, None] - torch.arange(T) < 4\n"
+        "    same_document &= queries_S[:, None] - torch.arange(T, device=queries_S.device) < 4\n"
         "    return same_document & visible(queries_S[:, None]",
         {"CP 2, ring": REFUSED},
     ),
