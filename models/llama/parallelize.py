@@ -124,9 +124,9 @@ def _check_logits(model: Llama) -> None:
         others_trained = logits.requires_grad
         return logits
 
-    with _Operators() as whole:
+    with torch.device("meta"), _Operators() as whole:  # also for tensors that a fork makes without a device
         model(TRIED_TOKENS)
-    with _Operators() as in_chunks:
+    with torch.device("meta"), _Operators() as in_chunks:
         model(TRIED_TOKENS, loss=loss)
     if whole.names != before_loss or in_chunks.names != before_loss:
         raise ConfigError(
@@ -146,7 +146,8 @@ def _check_own_kernels(model: Llama, config: Config) -> None:
     convert_to_float8(trial, config.float8, config.parallelism.tp)
     trial.compute_dtype = torch.bfloat16
     try:
-        trial(TRIED_TOKENS)
+        with torch.device("meta"):
+            trial(TRIED_TOKENS)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f'float8.kernels = "own": cannot compute this {type(model).__name__} ({error}); set it to "compiler"'
@@ -167,7 +168,8 @@ def _check_attention(layer: Any, model: Llama, cp_method: str) -> None:
     rope = torch.zeros(1, 16, 1, layer.head_dim, device="meta")
     where = f"{type(layer).__qualname__}.forward"
     try:
-        tried(torch.zeros(1, 16, model.config.dim, device="meta"), rope, rope, None, None, None)
+        with torch.device("meta"):
+            tried(torch.zeros(1, 16, model.config.dim), rope, rope, None, None, None)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{where}: cannot be tried ({error}), so cp might miss it: set parallelism.cp = 1") from None
     if calls != 1:
