@@ -71,8 +71,6 @@ class LocalStore:
                     os.fsync(file.fileno())
                 except BaseException:
                     path.unlink(missing_ok=True)
-                    with suppress(OSError):  # a folder in which nothing was written would stay for good
-                        path.parent.rmdir()
                     raise
 
     @retried
