@@ -366,11 +366,11 @@ def run_rank(work: Work, rank: int, ranks: int) -> None:
         loopback = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "lo")
         os.environ.update(loopback, NCCL_IB_DISABLE="1", NCCL_HOSTID=f"host{rank}")
     for name, layout in work.layouts.items():
+        torch._dynamo.reset()  # a rank of a real run compiles for one model
         verdict = _try_layout(work, name, layout, device, rank)
         _write(work.folder / f"{name}.{rank}", verdict)
         if verdict.kind == "fails":  # the others may wait for this one
             break
-        torch._dynamo.reset()  # a rank of a real run compiles for one model
     os._exit(0)  # gloo's threads may abort in Python's own end
 
 

@@ -500,7 +500,7 @@ class Llama(nn.Module):
 
     def _use_output(self, h: Tensor, use: Callable[..., Tensor]) -> Tensor:
         if self.output is not None:
-            return self.output(h, use)
+            return self.output(h, use=use)  # by name: a hook of tp passes on only the first without
         assert self.tok_embeddings is not None, "tied: one weight at both ends"
         return use(h, self.tok_embeddings.weight)
 
