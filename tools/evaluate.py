@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
 
 
 def check_tasks(tasks: str, options: Sequence[str]) -> None:
-    """Refuse tasks that lm-eval does not know, before anything is exported. Raises TitaniteError."""
+    """Refuse tasks that lm-eval does not know or whose data it cannot reach, before an export. Raises TitaniteError."""
     from lm_eval.tasks import TaskManager
 
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
@@ -79,6 +79,13 @@ def check_tasks(tasks: str, options: Sequence[str]) -> None:
     for task in tasks.split(","):
         if not manager.match_tasks([task]) and not Path(task).exists():
             raise TitaniteError(f"--tasks {task}: lm-eval has no such task{close_match(task, manager.all_tasks)}")
+        try:
+            manager.load(manager.match_tasks([task]))
+        except OSError as error:
+            hint = "without network set HF_HUB_OFFLINE=1, and HF_HOME to a folder that has the data"
+            raise TitaniteError(f"--tasks {task}: {error}; {hint}") from None
+        except Exception:
+            pass  # ruler and babilong also need the model: lm-eval says what is wrong
 
 
 if __name__ == "__main__":

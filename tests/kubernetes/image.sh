@@ -24,11 +24,11 @@ base=$(sed -n 's/^FROM //p' launch/kubernetes/Dockerfile)
 if ! podman "${where[@]}" image exists "$base"; then
   debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates bookworm "$store/base"
   ln -sf python3 "$store/base/usr/bin/python"
-  tar -C "$store/base" -c . | podman "${where[@]}" import --change ENV PATH=/usr/sbin:/usr/bin:/sbin:/bin - "$base"
+  tar -C "$store/base" -c . | podman "${where[@]}" import --change 'ENV PATH=/usr/sbin:/usr/bin:/sbin:/bin' - "$base"
   rm -rf "$store/base"
 fi
 # pip's settings of this machine, and what they name: files, folders, and indexes with the files beside them.
-settings=$(.venv/bin/python -m pip config list | sed -nE "s/^[^.]*\.([^=]*)='(.*)'$/\1 = \2/p")
+settings=$(.venv/bin/python -m pip config list | sed -nE "s/^[^.]*\.([^=]*)='(.*)'$/\1 = \2/p" | sort -su -t= -k1,1)
 printf '[global]\n%s\n' "$settings" >"$store/pip.conf"
 mounts=(-v "$store/pip.conf:/etc/pip.conf:ro")
 for word in $settings; do

@@ -124,8 +124,16 @@ def test_scores_of_a_run_are_those_of_the_model_it_was_imported_from(
         score = expected["results"][task][f"{metric},none"]
         assert results[task][f"{metric},none"] == pytest.approx(score, rel=1e-5)
     assert output.relative_to(tasks / "made").parts[0] == f"{imported.name}-step-0", "says of what it is"
-    with pytest.raises(TitaniteError, match=r"--tasks colour: .* did you mean colours"):
-        main([str(imported), "--tasks=sayings,colour", f"--include_path={tasks}"])
+
+
+def test_tasks_are_checked_before_anything_is_exported(tasks: Path, forked: None, monkeypatch: Any) -> None:
+    """Their names, and, as without network, whether their data can be reached."""
+    far = TASKS_OF_OUR_OWN["sayings"].replace("sayings", "far").replace("dataset_path: json", "dataset_path: far/away")
+    (tasks / "far.yaml").write_text(re.sub(r"dataset_kwargs: .*\n", "", far))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for task, message in (("colour", "did you mean colours"), ("far", r"far/away.* HF_HOME")):
+        with pytest.raises(TitaniteError, match=f"--tasks {task}: .*{message}"):
+            main(["nowhere", f"--tasks=sayings,{task}", f"--include_path={tasks}"])
 
 
 def test_scores_of_each_checkpoint_of_a_run_are_those_of_its_export(

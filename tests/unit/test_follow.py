@@ -18,6 +18,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from checkpoint.loading import locate
+from checkpoint.manifest import MANIFEST, step_of
 from config import TitaniteError
 from run.folder import hold
 from storage import OutageError
@@ -167,28 +168,51 @@ def test_a_follower_that_was_killed_goes_on(
     assert [*(run / "scores").glob("exported*")] == []
 
 
-@pytest.mark.parametrize("during", [False, True])
+@pytest.mark.parametrize(("step", "during"), [(2, False), (2, True), (4, True)])
 def test_a_checkpoint_that_was_removed_is_skipped(
-    run: Path, during: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    run: Path, step: int, during: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    second = sorted(name for _, name in locate(run))[1]
+    removed = sorted(name for _, name in locate(run))[step - 1]
     read = module.open_checkpoint
 
     def read_and_remove(store: Any, name: str) -> Any:
         opened = read(store, name)
-        if name == second:
+        if name == removed:
             shutil.rmtree(run / "checkpoints" / name)
         return opened
 
     if during:
         monkeypatch.setattr(module, "open_checkpoint", read_and_remove)
     else:
-        shutil.rmtree(run / "checkpoints" / second)
-    assert [row["step"] for row in followed(run)] == [1, 3, 4]
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        shutil.rmtree(run / "checkpoints" / removed)
+    assert [row["step"] for row in followed(run)] == [other for other in (1, 2, 3, 4) if other != step]
+    own = [record for record in caplog.records if record.name == module.__name__]
+    warnings = [record.getMessage() for record in own if record.levelname == "WARNING"]
     assert len(warnings) == during, "of one that was gone before, nothing is left to know it by"
     for line in warnings:
-        assert re.fullmatch(rf"{second}: skipped, since it was removed or is damaged: .*{second}/.*: missing", line)
+        assert re.fullmatch(rf"{removed}: skipped, since it was removed or is damaged: .*{removed}/.*: missing", line)
+
+
+def test_what_is_committed_between_a_look_and_the_end_is_evaluated(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first look finds the last checkpoint uncommitted; the manifest and the run's end come right after it."""
+    last = max(name for _, name in locate(run))
+    late = {run / "exit.json": b"", run / "checkpoints" / last / MANIFEST: b""}
+    for path in late:
+        late[path] = path.read_bytes()
+        path.unlink()
+    look = module.find_waiting
+    found = []
+
+    def look_and_end(*arguments: Any) -> list[str]:
+        names = look(*arguments)
+        found.append([step_of(name) for name in names])
+        for path, data in late.items():
+            path.write_bytes(data)
+        return names
+
+    monkeypatch.setattr(module, "find_waiting", look_and_end)
+    assert [row["step"] for row in followed(run)] == [1, 2, 3, 4]
+    assert found == [[1, 2, 3], [4]]
 
 
 def test_it_waits_for_a_run_and_its_checkpoints(
