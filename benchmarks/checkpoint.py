@@ -1,30 +1,25 @@
-"""Saves and loads against stock DCP and the raw limits, on disk and on S3, by two ranks over gloo.
+"""Saves and loads against stock DCP, on disk and on S3, by two ranks over gloo.
 
     python -m benchmarks.checkpoint [--quick] [--check] [--skip-s3]
 
 State: float32 weights and two AdamW moments, FSDP2 over two ranks. Every round measures each way once, in turn; a row
-is the median. `raw` writes and reads as many bytes in the plainest way: files, written in 16 MiB pieces and fsynced, or
-boto3's multipart transfer. `stock` is dcp.save and dcp.load with FileSystemWriter/-Reader or FsspecWriter/-Reader, with
-their defaults. `unsigned` uses AWS's own setting that leaves the bodies of requests unsigned. Before a read the files
-leave the page cache, or the S3 server's disk catches up. `read ratio`: bytes read by all ranks over the bytes they
-need. `extra MB`: a rank's peak resident memory beyond that before.
+is the median. `stock` is dcp.save and dcp.load with FileSystemWriter/-Reader or FsspecWriter/-Reader, with their
+defaults. Before a read the files leave the page cache, or the S3 server's disk catches up. `read ratio`: bytes read by
+all ranks over the bytes they need. `extra MB`: a rank's peak resident memory beyond that before.
 
 `async` saves between the steps of a training loop. `blocking s`: time until the save returns. `stall s`: how much
 longer the next step takes, up to where the optimizer may begin: the median of such steps less the median of the steps
 between them, during which nothing is written. A step is a wait that takes neither cores nor memory bandwidth, as on an
-accelerator. In the row `one of two cores trains` it is a forward and backward of 64 tokens by one rank, which leaves
-the other core to copies and writing. The S3 server runs on this machine (tests/s3/server.py) and shares its cores.
-`--quick` leaves out the rows `unsigned` and `one of two cores trains`.
+accelerator. The S3 server runs on this machine (tests/s3/server.py) and shares its cores.
 """
 
-import ctypes
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +34,6 @@ from torch.distributed.tensor import DTensor
 from benchmarks.report import add_row, build_parser, finish
 from checkpoint.lease import take_lease
 from checkpoint.manager import CheckpointManager
-from checkpoint.manifest import committed
 from checkpoint.state import model_tensors, optimizer_tensors
 from config import Checkpoint, Config
 from optim import allocate_state
@@ -49,16 +43,9 @@ from tests.harness import run_ranks
 from tests.s3.fault_proxy import fault_proxy
 from tests.s3.server import create_bucket, s3_environment, s3_server
 
-PIECE_BYTES = 16 << 20
-ASYNC = "async"
-ALONE = "async, one of two cores trains"
-TRAINING = (ASYNC, ALONE)
-UNSIGNED = ("stock-unsigned", "ours-unsigned")
-AWS_CONFIG = "aws-config"
-STEP_TOKENS = 64
-STEP_SECONDS = 0.4  # of an accelerator's step; about what the tokens take on a core
+WAYS = ("stock", "ours", "async")
+STEP_SECONDS = 0.4  # of an accelerator's step
 STEPS = 6  # with a save, and as many without
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 BUCKET = "benchmark"
 
 
@@ -102,17 +89,12 @@ def measured(work: Callable[[], Any]) -> dict[str, float]:
 def save_and_load(layers: int, dim: int, folder: str, way: str, s3: bool) -> dict[str, Any]:
     """Measure one save and one load of this rank in one way."""
     url = f"s3://{BUCKET}/{Path(folder).name}-{way}" if s3 else f"{folder}/{way}"
-    if way in UNSIGNED:
-        os.environ["AWS_CONFIG_FILE"] = f"{folder}/{AWS_CONFIG}"
-    if way in TRAINING:
-        return save_while_training(layers, dim, url, way)
+    if way == "async":
+        return save_while_training(layers, dim, url)
     manager, state, size = build(layers, dim, url)
-    if way == "raw":
-        save, load = _raw_s3(url, size) if s3 else _raw_file(url, size)
-    elif way.startswith("stock"):
-        save, load = _stock_s3(url, state) if s3 else _stock_file(url, state)
-    else:
-        save, load = lambda: manager.save(1), manager.load
+    save, load = lambda: manager.save(1), manager.load
+    if way == "stock":
+        save, load = _stock(url, state)
     result: dict[str, Any] = {"size": size, "save": measured(save)}
     manager.wait()
     if s3:
@@ -123,53 +105,37 @@ def save_and_load(layers: int, dim: int, folder: str, way: str, s3: bool) -> dic
     return result
 
 
-def save_while_training(layers: int, dim: int, url: str, way: str) -> dict[str, Any]:
+def save_while_training(layers: int, dim: int, url: str) -> dict[str, Any]:
     """Measure steps of a training loop, in turn with and without a background save before them."""
-    # glibc must not return memory to the system: page faults would take up to a third of a step, whoever saves.
-    libc = ctypes.CDLL(None)
-    assert libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    assert libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
     manager, _, size = build(layers, dim, url, mode="async")
-    tokens_TD = torch.randn(STEP_TOKENS, dim)
     blocking = []
 
-    def step(with_save: bool) -> None:
-        if with_save:
-            started = time.perf_counter()
-            manager.save(1)
-            blocking.append(time.perf_counter() - started)
-        if way == ASYNC:
-            time.sleep(STEP_SECONDS)
-        else:
-            manager.model[0](tokens_TD).square().mean().backward()
+    def step() -> None:
+        time.sleep(STEP_SECONDS)
         manager.wait_for_copies()
 
-    def update() -> None:
-        manager.optimizer.step()
-        manager.optimizer.zero_grad()
-        manager.wait()
+    def save_and_step() -> None:
+        started = time.perf_counter()
+        manager.save(1)
+        blocking.append(time.perf_counter() - started)
+        step()
 
-    def whole(with_save: bool) -> None:
-        step(with_save)
-        update()
-
-    whole(with_save=False)  # allocates what is allocated once
-    plain = measured(lambda: whole(with_save=False))
-    saving = measured(lambda: whole(with_save=True))
-    blocking.clear()
-    result: dict[str, Any] = {"size": size, "blocking": blocking, "with": [], "without": []}
-    result["extra"] = saving["peak"] - plain["peak"]
-    for _ in range(STEPS):
-        for name in ("without", "with"):
-            result[name].append(measured(lambda name=name: step(with_save=name == "with"))["seconds"])  # type: ignore[misc]
-            update()
+    steps: dict[str, list[dict[str, float]]] = {"without": [], "with": []}
+    for _ in range(1 + STEPS):
+        for name, work in (("without", step), ("with", save_and_step)):
+            steps[name].append(measured(work))
+            manager.wait()
+    # The first of each allocates what is allocated once.
+    result: dict[str, Any] = {"size": size, "blocking": blocking[1:]}
+    result |= {name: [each["seconds"] for each in found[1:]] for name, found in steps.items()}
+    result["extra"] = steps["with"][0]["peak"] - steps["without"][0]["peak"]
     return result
 
 
 def load_elsewhere(layers: int, dim: int, url: str, way: str) -> dict[str, Any]:
     """Measure a load by another number of ranks than saved."""
     manager, state, size = build(layers, dim, url)
-    load = manager.load if way == "ours" else _stock_file(url, state)[1]
+    load = manager.load if way == "ours" else _stock(url, state)[1]
     _forget(Path(url))
     return {"size": size, "load": measured(load)}
 
@@ -178,54 +144,20 @@ def load_through(endpoint: str, layers: int, dim: int, url: str, way: str) -> in
     """Load through a proxy that counts bytes. Returns the bytes of this rank's part."""
     os.environ["AWS_ENDPOINT_URL_S3"] = endpoint
     manager, state, size = build(layers, dim, url)
-    manager.load() if way == "ours" else _stock_s3(url, state)[1]()
+    manager.load() if way == "ours" else _stock(url, state)[1]()
     return size
 
 
-def _stock_file(url: str, state: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    writer, reader = dcp.FileSystemWriter(url), dcp.FileSystemReader(url)
-    return lambda: dcp.save(state, storage_writer=writer), lambda: dcp.load(state, storage_reader=reader)
-
-
-def _stock_s3(url: str, state: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _stock(url: str, state: dict[str, Any]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """How stock DCP saves and loads."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-    # By default it calls os.sync(), which waits for all disks of the machine.
-    writer, reader = FsspecWriter(url, sync_files=False), FsspecReader(url)
+    writer: Any = dcp.FileSystemWriter(url)
+    reader: Any = dcp.FileSystemReader(url)
+    if url.startswith("s3://"):
+        # By default it calls os.sync(), which waits for all disks of the machine.
+        writer, reader = FsspecWriter(url, sync_files=False), FsspecReader(url)
     return lambda: dcp.save(state, storage_writer=writer), lambda: dcp.load(state, storage_reader=reader)
-
-
-def _raw_file(url: str, size: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    data, path = memoryview(bytearray(os.urandom(1 << 20) * (PIECE_BYTES >> 20))), Path(f"{url}/{dist.get_rank()}")
-
-    def save() -> None:
-        path.parent.mkdir(exist_ok=True)
-        with open(path, "wb", buffering=0) as file:
-            for start in range(0, size, PIECE_BYTES):
-                file.write(data[: min(PIECE_BYTES, size - start)])
-            os.fsync(file.fileno())
-
-    def load() -> None:
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(data):
-                pass
-
-    return save, load
-
-
-def _raw_s3(url: str, size: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    import boto3
-
-    client = boto3.client("s3")
-    key, data = f"{url.rpartition('/')[2]}/{dist.get_rank()}", os.urandom(1 << 20) * (size >> 20)
-    path = Path(f"/dev/shm/benchmark-{os.getpid()}")
-    path.write_bytes(data)
-
-    def load() -> None:
-        client.download_file(BUCKET, key, str(path))
-        path.unlink()  # frees its memory, which nothing else does
-
-    return lambda: client.upload_file(str(path), BUCKET, key), load
 
 
 def _forget(folder: Path) -> None:
@@ -252,7 +184,7 @@ def row_of(place: str, way: str, results: list[list[dict[str, Any]]]) -> dict[st
     """Medians over rounds; `results` by round, then rank."""
     size = sum(rank["size"] for rank in results[0])
     row: dict[str, Any] = {"place": place, "way": way, "MB": round(size / 1e6)}
-    if way in TRAINING:
+    if way == "async":
         steps = {}
         for name in ("blocking", "with", "without"):
             steps[name] = statistics.median(time for ranks in results for time in ranks[0][name])
@@ -277,25 +209,21 @@ def row_of(place: str, way: str, results: list[list[dict[str, Any]]]) -> dict[st
     return row
 
 
-def measure_place(
-    place: str, ways: Sequence[str], folder: Path, layers: int, dim: int, rounds: int
-) -> dict[str, list[Any]]:
-    """Measure each way once a round. What `stock` and `ours` have saved in the first round stays."""
-    results: dict[str, list[Any]] = {way: [] for way in ways}
+def measure_place(place: str, folder: Path, layers: int, dim: int, rounds: int) -> list[dict[str, Any]]:
+    """A row for each way, measured once a round. What `stock` and `ours` have saved in the first round stays."""
+    results: dict[str, list[Any]] = {way: [] for way in WAYS}
     for number in range(rounds):
         target = folder / str(number)
         target.mkdir(exist_ok=True)
-        (target / AWS_CONFIG).write_text("[default]\ns3 =\n  payload_signing_enabled = false\n")
-        for way in ways:
-            ranks = 1 if way == ALONE else 2
-            results[way].append(run_ranks(ranks, save_and_load, layers, dim, str(target), way, place == "s3"))
+        for way in WAYS:
+            results[way].append(run_ranks(2, save_and_load, layers, dim, str(target), way, place == "s3"))
         if number:
             shutil.rmtree(target)
-        for way in ways if place == "s3" else ():  # the server has room for only a few rounds
-            if number or way not in ("stock", "ours"):
+        for way in WAYS if place == "s3" else ():  # the server has room for only a few rounds
+            if number or way == "async":
                 store = open_store(f"s3://{BUCKET}/{number}-{way}")
                 store.remove(list(store.sizes()))
-    return results
+    return [row_of(place, way, found) for way, found in results.items()]
 
 
 def main() -> int:
@@ -308,25 +236,18 @@ def main() -> int:
     Path("outputs").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=Path("outputs").resolve()) as scratch:
         folder = Path(scratch)
-        ways = ("raw", "stock", "ours", ASYNC)
-        alone = () if arguments.quick else (ALONE,)
-        results = measure_place("disk", (*ways, *alone), folder, layers, dim, rounds)
-        for way, found in results.items():
-            add_row(arguments, rows, row_of("disk", way, found))
+        for row in measure_place("disk", folder, layers, dim, rounds):
+            add_row(arguments, rows, row)
         for way in ("stock", "ours"):
             loads = run_ranks(3, load_elsewhere, layers, dim, str(folder / "0" / way), way)
             add_row(arguments, rows, row_of("disk, 2 to 3 ranks", way, [loads]))
-        assert len(committed(open_store(str(folder / "0" / "ours")))) == 1
         if not arguments.skip_s3:
-            more = () if arguments.quick else UNSIGNED
             with s3_server() as server:
                 os.environ.update(s3_environment(server), AWS_DEFAULT_REGION="us-east-1", OMP_NUM_THREADS="1")
                 create_bucket(server, BUCKET)
-                results = measure_place("s3", (*ways, *more), folder, layers, dim, rounds)
-                for way, found in results.items():
-                    row = row_of("s3", way, found)
-                    if way in ("stock", "ours"):
-                        row["read ratio"] = read_ratio(server, layers, dim, way)
+                for row in measure_place("s3", folder, layers, dim, rounds):
+                    if row["way"] in ("stock", "ours"):
+                        row["read ratio"] = read_ratio(server, layers, dim, row["way"])
                     add_row(arguments, rows, row)
     return finish(arguments, rows, bars(rows))
 
@@ -344,7 +265,7 @@ def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     asked = []
     for place, save, load in (("disk", 1.0, 1.0), ("s3", 1.2, 2.5)):
         if (place, "ours") in by:
-            ours, stock, background = (by[place, way] for way in ("ours", "stock", ASYNC))
+            ours, stock, background = (by[place, way] for way in ("ours", "stock", "async"))
             asked += [
                 (f"{place}: save at {save} times stock or faster", ours["save MB/s"] >= save * stock["save MB/s"]),
                 (f"{place}: load at {load} times stock or faster", ours["load MB/s"] >= load * stock["load MB/s"]),
@@ -357,13 +278,8 @@ def bars(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
         ("at most 2.1 when 3 ranks read what 2 wrote", resharded["read ratio"] <= 2.1),
         ("sync save: at most 256 MB more", disk["save extra MB"] <= 256),
         ("load: at most 256 MB more", disk["load extra MB"] <= 256),
+        ("async: at most one copy and 256 MB more", by["disk", "async"]["save extra MB"] <= disk["MB"] / 2 + 256),
     ]
-    for way, copy in ((ASYNC, disk["MB"] / 2), (ALONE, disk["MB"])):
-        if ("disk", way) in by:  # the latter not in a quick run
-            asked.append((f"{way}: at most one copy and 256 MB more", by["disk", way]["save extra MB"] <= copy + 256))
-    if ("disk", ALONE) in by:
-        stall = by["disk", ALONE]["stall s"]
-        asked.append((f"{ALONE}: stalls at most 5 % of a sync save", stall <= 0.05 * disk["save s"]))
     return asked
 
 

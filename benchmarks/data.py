@@ -1,13 +1,12 @@
-"""The data loader against others on the same corpus, a mixture, and `data.prepare`, with their bars.
+"""The data loader against others on the same corpus, and `data.prepare` against its tokenizer, with their bars.
 
     pip install -r requirements-bench.txt          the other loaders; without them only ours is measured
     python -m benchmarks.data [PART ...] [--quick] [--check]
-    python -m benchmarks.data prepare --megabytes=1000 --rounds=1
 
-Parts: loaders, mixture, prepare (default: all). The corpus is 200 M random tokens in documents of log-normal length,
-mean 600. Each row comes from its own process; CPU seconds include its workers. A batch is 16 sequences of 4,096 tokens,
-as int64 tensors of inputs and labels. Others get the same tokens as their documentation recommends for fixed-length
-samples, so none of them shuffles documents or says where they begin.
+Parts: loaders, prepare (default: both). The corpus is 200 M random tokens in documents of log-normal length, mean 600.
+Each row comes from its own process; CPU seconds include its workers. A batch is 16 sequences of 4,096 tokens, as int64
+tensors of inputs and labels. Others get the same tokens as their documentation recommends for fixed-length samples, so
+none of them shuffles documents or says where they begin.
 """
 
 import argparse
@@ -23,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,16 +33,19 @@ import torch
 from torch import Tensor
 
 from benchmarks.report import build_parser, finish, print_row
-from config import Config, from_dict
+from config import from_dict
+from data.loader import DataLoader
 from data.prepare.output import Output
+from data.prepare.readers import documents, plan_units
+from data.prepare.sources import list_files
 from data.prepare.writer import write_manifest, write_shard
 from data.shards import token_type
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from tests.dask_cluster import Cluster
 
 VOCAB_SIZE, MEAN_DOCUMENT = 50_000, 600
 SEQ_LEN, BATCH = 4096, 16
 RESUMES = 5  # the median is reported
+MIXTURE = "titanite, 8 datasets, positions"
 Row = dict[str, Any]
 Bars = list[tuple[str, bool]]
 
@@ -72,7 +74,7 @@ def words_tokenizer() -> Tokenizer:
     return Tokenizer(raw, "<eos>")
 
 
-def write_ours(folder: Path, ids: np.ndarray, offsets: np.ndarray, block_bytes: int = 8 * 2**20) -> None:
+def write_ours(folder: Path, ids: np.ndarray, offsets: np.ndarray) -> None:
     """Write the corpus as one of our datasets, in four shards."""
     folder.mkdir(parents=True)
     tokenizer = words_tokenizer()
@@ -82,18 +84,8 @@ def write_ours(folder: Path, ids: np.ndarray, offsets: np.ndarray, block_bytes: 
     for number, (first, stop) in enumerate(itertools.pairwise(cuts)):
         part = (offsets[first : stop + 1] - offsets[first]).astype(np.int32)
         documents = pa.ListArray.from_arrays(part, ids[offsets[first] : offsets[stop]], type=token_type("uint16"))
-        written.append(write_shard(Output(str(folder)), "train", number, documents, block_bytes))
+        written.append(write_shard(Output(str(folder)), "train", number, documents, block_bytes=8 * 2**20))
     write_manifest(Output(str(folder)), tokenizer, written)
-
-
-def our_config(folders: list[Path], **data: Any) -> Config:
-    return from_dict(
-        {
-            "data": {"datasets": [str(folder) for folder in folders], **data},
-            "training": {"seq_len": SEQ_LEN, "local_batch_size": BATCH},
-            "validation": {"enable": False},
-        }
-    )
 
 
 # ---------------------------------------------------------------- other loaders
@@ -113,7 +105,6 @@ class Peer(NamedTuple):
     module: str
     write: Callable[[Path, np.ndarray], None]
     open: Callable[[Path, Any, int], Opened]  # (folder, state or None, worker processes)
-    workers: tuple[int, ...]
 
 
 def _halves(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,20 +124,8 @@ def _opened(loader: Any, state: Any) -> Opened:
     return Opened(batches(), loader.state_dict)
 
 
-def write_flat(root: Path, samples: np.ndarray) -> None:
-    if not (root / "samples.npy").exists():
-        np.save(root / "samples.npy", samples)
-
-
-def open_memmap(root: Path, state: Any, workers: int) -> Opened:
-    samples = np.load(root / "samples.npy", mmap_mode="r")
-    firsts = itertools.count(state or 0, BATCH)
-
-    def batch() -> Any:
-        first = next(firsts) % (len(samples) - BATCH)
-        return _halves(torch.from_numpy(samples[first : first + BATCH].astype(np.int64)))
-
-    return Opened(iter(batch, None), lambda: next(firsts))
+def write_torchdata(root: Path, samples: np.ndarray) -> None:
+    np.save(root / "samples.npy", samples)
 
 
 class _Samples(torch.utils.data.Dataset):
@@ -207,28 +186,31 @@ def write_litdata(root: Path, samples: np.ndarray) -> None:
 def open_litdata(root: Path, state: Any, workers: int) -> Opened:
     from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
 
-    samples = np.load(root / "samples.npy", mmap_mode="r")
-    dataset = StreamingDataset(
-        str(root / "litdata"), item_loader=TokensLoader(block_size=samples.shape[1]), shuffle=True, drop_last=True
-    )
+    tokens = TokensLoader(block_size=SEQ_LEN + 1)
+    dataset = StreamingDataset(str(root / "litdata"), item_loader=tokens, shuffle=True, drop_last=True)
     return _opened(StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers), state)
 
 
 PEERS = {
-    "numpy memory map": Peer("numpy", write_flat, open_memmap, (0,)),
-    "torchdata": Peer("torchdata", write_flat, open_torchdata, (0, 2)),
-    "streaming": Peer("streaming", write_streaming, open_streaming, (0, 1, 2)),
-    "litdata": Peer("litdata", write_litdata, open_litdata, (0, 1, 2)),
+    "torchdata": Peer("torchdata", write_torchdata, open_torchdata),
+    "streaming": Peer("streaming", write_streaming, open_streaming),
+    "litdata": Peer("litdata", write_litdata, open_litdata),
 }
+WORKERS = (0, 2)  # of each peer
 
 
 # ---------------------------------------------------------------- one loader in its own process
 
 
 def open_ours(folders: list[Path], state: Any = None, **data: Any) -> Opened:
-    from data.loader import DataLoader
-
-    loader = DataLoader(our_config(folders, **data), 0, 1)
+    config = from_dict(
+        {
+            "data": {"datasets": [str(folder) for folder in folders], **data},
+            "training": {"seq_len": SEQ_LEN, "local_batch_size": BATCH},
+            "validation": {"enable": False},
+        }
+    )
+    loader = DataLoader(config, 0, 1)
     if state is not None:
         loader.load_state_dict(state)
     return Opened(iter(lambda: loader.next_step()[0], None), loader.state_dict, loader.close)
@@ -302,59 +284,42 @@ def loaders(root: Path, quick: bool) -> tuple[list[Row], Bars]:
     tokens = 20_000_000 if quick else 200_000_000
     ids, offsets = corpus(tokens, seed=0)
     write_ours(root / "ours", ids, offsets)
-    measured = tokens * 9 // 10
-    rows = [
-        ["titanite", str(root), measured, {}],
-        ["titanite, positions", str(root), measured, {"mask_documents": True}],
+    for number in range(8):
+        write_ours(root / f"mixture-{number}", *corpus(tokens // 8, seed=number))
+    weights = [5.0, 4.0, 3.0, 3.0, 2.0, 1.0, 1.0, 1.0]
+    rows: list[tuple[str, dict[str, Any]]] = [
+        ("titanite", {}),
+        ("titanite, positions", {"mask_documents": True}),
+        (MIXTURE, {"datasets": "mixture-*", "mask_documents": True, "weights": weights}),
     ]
     for name, peer in PEERS.items():
         if importlib.util.find_spec(peer.module) is None:
             print_row({"loader": name, "note": f"{peer.module} is not installed"})
             continue
         peer.write(root, ids[: len(ids) // (SEQ_LEN + 1) * (SEQ_LEN + 1)].reshape(-1, SEQ_LEN + 1))
-        for workers in peer.workers:
-            row = f"{name}, {workers} workers" if workers else name
-            rows.append([row, str(root), measured, {"peer": name, "workers": workers}])
-    found = _measure_all(rows)
-    ours = found[0]
-    rates = [row["Mtok/s"] for row in found if row["loader"].startswith("streaming") and "note" not in row]
+        rows += [(f"{name}, {workers} workers", {"peer": name, "workers": workers}) for workers in WORKERS]
+    found = []
+    for row, options in rows:
+        found.append(in_own_process([row, str(root), tokens * 9 // 10, options]))
+        print_row(found[-1])
+    ours, _, mixture, *others = found
+    rates = [row["Mtok/s"] for row in others if row["loader"].startswith("streaming") and "note" not in row]
     return found, [
         ("loaders: 200 M tokens per CPU second", ours["Mtok/s/cpu"] >= 200),
         ("loaders: state of at most 1 KB", ours["state_bytes"] <= 1024),
         ("loaders: resume within 50 ms", ours["resume_ms"] <= 50),
         ("loaders: 5 times MosaicML streaming at its best", ours["Mtok/s"] >= 5 * max(rates, default=0)),
+        ("mixture: 120 M tokens per CPU second with positions", mixture["Mtok/s/cpu"] >= 120),
     ]
 
 
-def mixture(root: Path, quick: bool) -> tuple[list[Row], Bars]:
-    for number in range(8):
-        write_ours(root / f"mixture-{number}", *corpus(2_500_000 if quick else 25_000_000, seed=number))
-    measured = 18_000_000 if quick else 180_000_000
-    weights = [5.0, 4.0, 3.0, 3.0, 2.0, 1.0, 1.0, 1.0]
-    options = {"datasets": "mixture-*", "mask_documents": True, "weights": weights}
-    rows = _measure_all([["titanite, 8 datasets, positions", str(root), measured, options]])
-    return rows, [("mixture: 120 M tokens per CPU second with positions", rows[0]["Mtok/s/cpu"] >= 120)]
-
-
-def _measure_all(rows: list[list[Any]]) -> list[Row]:
-    found = []
-    for row in rows:
-        found.append(in_own_process(row))
-        print_row(found[-1])
-    return found
-
-
-def prepare(root: Path, quick: bool, megabytes: int = 200, rounds: int = 3) -> tuple[list[Row], Bars]:
+def prepare(root: Path, quick: bool) -> tuple[list[Row], Bars]:
     """Measure `data.prepare`, with its start-up, against `encode_batch_fast` of the same text in a running process.
 
-    In tokens/s on the same cores, and per CPU second of all processes, as medians of rounds. A cluster's workers start
-    before them. `megabytes` of text are Python's library, repeated.
+    In tokens/s on the same cores, and per CPU second of all processes, as medians of rounds. The text is Python's
+    library, repeated.
     """
-    if quick:
-        megabytes, rounds = 25, 1
-    from data.prepare.readers import documents, plan_units
-    from data.prepare.sources import list_files
-
+    megabytes, rounds = (25, 1) if quick else (200, 3)
     texts = []
     for unit in plan_units(list_files(["stdlib"])):
         texts += [text for _, text in documents(unit)]
@@ -368,57 +333,51 @@ def prepare(root: Path, quick: bool, megabytes: int = 200, rounds: int = 3) -> t
     with source.open("w") as file:
         for _ in range(repeats):
             file.write(lines)
+    target = root / "prepared"
 
-    def encode(target: Path) -> int:
+    def encode() -> int:
         tokens = 0
         for _ in range(repeats):
             for first in range(0, len(texts), 128):
                 tokens += sum(len(encoding.ids) for encoding in raw.encode_batch_fast(texts[first : first + 128]))
         return tokens
 
-    def prepare_with(*words: str) -> Callable[[Path], int]:
-        def prepare_to(target: Path) -> int:
-            command = [sys.executable, "-m", "data.prepare", f"--source={source}", f"--output={target}", *words]
-            subprocess.run([*command, f"--tokenizer={tokenizer}"], capture_output=True, check=True)
-            return sum(shard["tokens"] for shard in json.loads((target / "manifest.json").read_text())["shards"])
+    def prepare_with(*words: str) -> int:
+        command = [sys.executable, "-m", "data.prepare", f"--source={source}", f"--output={target}", *words]
+        subprocess.run([*command, f"--tokenizer={tokenizer}"], capture_output=True, check=True)
+        return sum(shard["tokens"] for shard in json.loads((target / "manifest.json").read_text())["shards"])
 
-        return prepare_to
-
-    ways = {"all cores": prepare_with(), "1 process": prepare_with("--processes=1"), "encode_batch_fast": encode}
-    with ExitStack() as kept:
-        if importlib.util.find_spec("distributed") is not None:
-            cluster = kept.enter_context(Cluster(root, {"DASK_DISTRIBUTED__WORKER__PROFILE__ENABLED": "False"}))
-            cluster.add_workers(2)
-            ways["a cluster of 2 workers"] = prepare_with(f"--cluster={cluster.address}")
-        speeds: dict[str, list[float]] = {name: [] for name in ways}
-        costs: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(rounds):
-            for name, work in ways.items():
-                begin = time.perf_counter()
-                cpu = _cpu_seconds()
-                tokens = work(root / "prepared")
-                speeds[name].append(tokens / (time.perf_counter() - begin))
-                costs[name].append(tokens / (_cpu_seconds() - cpu))
-                shutil.rmtree(root / "prepared", ignore_errors=True)
+    ways: dict[str, Callable[[], int]] = {
+        "all cores": prepare_with,
+        "1 process": partial(prepare_with, "--processes=1"),
+        "encode_batch_fast": encode,
+    }
+    measured: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}  # tokens/s, tokens per CPU second
+    for _ in range(rounds):
+        for name, work in ways.items():
+            begin = time.perf_counter()
+            cpu = _cpu_seconds()
+            tokens = work()
+            measured[name].append((tokens / (time.perf_counter() - begin), tokens / (_cpu_seconds() - cpu)))
+            shutil.rmtree(target, ignore_errors=True)
     rows: list[Row] = []
-    for name in ways:
-        speed = statistics.median(speeds[name])
-        cost = statistics.median(costs[name])
-        ratio = speed / statistics.median(speeds["encode_batch_fast"])
-        cpu_ratio = cost / statistics.median(costs["encode_batch_fast"])
-        rows.append({"prepare": name, "tok/s": speed, "ratio": ratio, "tok/cpu_s": cost, "cpu_ratio": cpu_ratio})
-        print_row({"tokens": tokens, **rows[-1]})
+    for name, rates in measured.items():
+        speed, cost = (statistics.median(rate) for rate in zip(*rates, strict=True))
+        rows.append({"prepare": name, "tok/s": speed, "tok/cpu_s": cost})
+    reference = rows[-1]
+    for row in rows:
+        row["ratio"] = row["tok/s"] / reference["tok/s"]
+        row["cpu_ratio"] = row["tok/cpu_s"] / reference["tok/cpu_s"]
+        print_row(row)
     return rows, [("prepare: 0.9 of encode_batch_fast", rows[0]["ratio"] >= 0.9)]
 
 
-PARTS = {"loaders": loaders, "mixture": mixture, "prepare": prepare}
+PARTS = {"loaders": loaders, "prepare": prepare}
 
 
 def main() -> int:
     parser = build_parser(__doc__ or "")
     parser.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--megabytes", type=int, default=200, help="of text, for prepare (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="of prepare (default %(default)s)")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
@@ -427,12 +386,11 @@ def main() -> int:
     unknown = set(arguments.part) - set(PARTS)
     if unknown:
         parser.error(f"unknown part {', '.join(unknown)}: one of {', '.join(PARTS)}")
-    parts = PARTS | {"prepare": partial(prepare, megabytes=arguments.megabytes, rounds=arguments.rounds)}
     rows: list[Row] = []
     bars: Bars = []
-    for name in arguments.part or parts:
+    for name in arguments.part or PARTS:
         with tempfile.TemporaryDirectory(prefix="benchmark-data-") as folder:
-            part_rows, part_bars = parts[name](Path(folder), arguments.quick)
+            part_rows, part_bars = PARTS[name](Path(folder), arguments.quick)
         rows += [{"part": name, **row} for row in part_rows]
         bars += part_bars
     return finish(arguments, rows, bars)

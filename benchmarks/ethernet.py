@@ -1,11 +1,10 @@
-"""What each setting for slow networks costs and saves, and what local steps (DiLoCo) cost in loss.
+"""What each setting for slow networks costs and saves.
 
-    python -m benchmarks.ethernet [link | loss] [--quick] [--check] [--json=benchmarks/results/ethernet.json]
+    python -m benchmarks.ethernet [--quick] [--check] [--json=benchmarks/results/ethernet.json]
 
-`link`: train.py's own step on two network namespaces joined by a shaped link, where the kernel counts bytes. Predicted
-bytes are the planner's, predicted time is that of the unshaped link plus the bytes at the link's rate less headers.
-Needs root, `ip` and `tc`. `loss`: two islands train the debug model on the data of ./run_llama_train.sh, and meet at
-times or at every step.
+train.py's own step on two network namespaces joined by a shaped link, where the kernel counts bytes. Predicted bytes
+are the planner's, predicted time is that of the unshaped link plus the bytes at the link's rate less headers. Needs
+root, `ip` and `tc`.
 """
 
 import argparse
@@ -15,18 +14,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.chaos import prepare_data
-from benchmarks.report import add_row, build_parser, finish, prepare_once, require_cpu
+import torch
+
+from benchmarks.report import add_row, build_parser, finish, require_cpu
 from config import load_config
 from parallel.mesh import ParallelDims
-from storage.records import read_records
+from tests.corpus import write_dataset
 from tools.plan_count import Case, count
 from tools.plan_time import sent_bytes
+from train import train
 
 ROOT = Path(__file__).parents[1]
 NODES = (("titanite-a", "ta", "10.77.7.1"), ("titanite-b", "tb", "10.77.7.2"))
@@ -51,16 +52,7 @@ ONCE = ("--parallelism.sync_every_microbatch=false",)
 KEPT = ("--parallelism.reshard_after_forward=false",)
 BF16_SUM = ("--training.reduce_dtype=bfloat16",)
 
-
-DATASET = Path("datasets/stdlib")
-LOSS_STEPS, QUICK_LOSS_STEPS = 200, 30
-AVERAGE, PAPER = (1.0, 0.0), (0.7, 0.9)  # outer rate and momentum: for the islands' mean; as published, for long runs
-# Local steps, outer rate and momentum. The first is synchronous: replicas sum their gradients.
-MEETINGS = ((0, AVERAGE), (10, AVERAGE), (50, AVERAGE), (10, PAPER), (50, PAPER))
-ACCEPTED_NATS = 0.1  # most that the least frequent meetings, as published, may cost
-
 Row = dict[str, Any]
-Bars = list[tuple[str, bool]]
 
 
 class Setting(NamedTuple):
@@ -119,7 +111,7 @@ def predict_bytes(setting: Setting) -> float:
 
 @contextmanager
 def two_nodes() -> Iterator[None]:
-    """Two namespaces joined by a pair of virtual Ethernet devices. Raises CalledProcessError if that is impossible."""
+    """Two namespaces joined by a pair of virtual Ethernet devices. Raises CalledProcessError if they cannot be made."""
     (left, left_link, _), (right, right_link, _) = NODES
     try:
         for name, _, _ in NODES:
@@ -167,10 +159,6 @@ def run_nodes(setting: Setting, arguments: list[str], port: int) -> dict[str, fl
 
 def run_rank(arguments: list[str]) -> None:
     """Run one rank, and print what it measured."""
-    import torch
-
-    from train import train
-
     counter = Path(f"/sys/class/net/{os.environ['ETHERNET_LINK']}/statistics/tx_bytes")
     seen: list[tuple[float, int]] = []
     torch.set_num_threads(1)
@@ -186,7 +174,7 @@ def measure_rows(arguments: argparse.Namespace, scratch: Path, rows: list[Row]) 
     """Measure each setting at each rate, and add a row for it."""
     alone: dict[str, float] = {}  # seconds of a step at the unshaped link
     names = QUICK if arguments.quick else tuple(SETTINGS)
-    dataset = prepare_data(scratch)
+    dataset = write_dataset(scratch / "data", [[[*[1] * 399, 0]] * 60], vocab_size=300)
     port = 29_700
     with two_nodes():
         for link, mbits in RATES.items():
@@ -207,13 +195,8 @@ def measure_rows(arguments: argparse.Namespace, scratch: Path, rows: list[Row]) 
                 add_row(arguments, rows, row)
 
 
-def measure_link(arguments: argparse.Namespace, rows: list[Row]) -> Bars:
-    """Measure the settings for slow networks. Returns their bars; none where no link can be shaped."""
-    with tempfile.TemporaryDirectory(prefix="ethernet-") as scratch:
-        try:
-            measure_rows(arguments, Path(scratch), rows)
-        except (OSError, subprocess.CalledProcessError) as error:
-            return [(f"no namespaces or no shaped link can be made here: {error}", False)]
+def bars(rows: list[Row]) -> list[tuple[str, bool]]:
+    """The bars, and whether they are met."""
     slow = {row["setting"]: row["seconds"] for row in rows if row["link"] == "200 Mbit/s"}
     gain = slow[QUICK[0]] / min(slow.values())
     off = max(abs(row["seconds"] / row["seconds_predicted"] - 1) for row in rows if "seconds_predicted" in row)
@@ -223,67 +206,14 @@ def measure_link(arguments: argparse.Namespace, rows: list[Row]) -> Bars:
     ]
 
 
-def measure_loss(arguments: argparse.Namespace, rows: list[Row]) -> Bars:
-    """Measure the validation loss, in nats, after training with each number of local steps."""
-    prepare_once(DATASET)
-    steps = LOSS_STEPS
-    settings: Sequence[tuple[int, tuple[float, float]]] = MEETINGS
-    if arguments.quick:
-        steps = QUICK_LOSS_STEPS
-        settings = MEETINGS[:2]
-    losses = []
-    for local_steps, (rate, momentum) in settings:
-        losses.append(train_islands(local_steps, rate, momentum, steps))
-        row = {"local steps": local_steps, "outer lr": rate, "outer momentum": momentum, "steps": steps}
-        row |= {"validation loss": round(losses[-1], 4), "more than synchronous": round(losses[-1] - losses[0], 4)}
-        add_row(arguments, rows, row)
-    cost = losses[-1] - losses[0]
-    text = f"{settings[-1][0]} local steps cost {cost:+.3f} nats, at most {ACCEPTED_NATS}"
-    return [(text, arguments.quick or cost <= ACCEPTED_NATS)]
-
-
-def train_islands(local_steps: int, outer_lr: float, outer_momentum: float, steps: int) -> float:
-    """Train two islands, and return the validation loss after the last step."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-        command += [
-            "--config=train_configs/debug.toml",
-            f"--data.datasets={DATASET}",
-            "--parallelism.dp_replicate=2",
-            f"--parallelism.local_steps={local_steps}",
-            f"--training.steps={steps}",
-            "--training.local_batch_size=4",
-            "--training.global_batch_size=8",
-            f"--validation.interval={steps}",
-            "--validation.sample_tokens=0",
-            "--checkpoint.enable=false",
-            "--metrics.tensorboard=false",
-            f"--run.folder={run}",
-        ]
-        if local_steps:
-            command += [f"--parallelism.outer_lr={outer_lr}", f"--parallelism.outer_momentum={outer_momentum}"]
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        [loss] = [row["validation_loss"] for row in read_records(run / "metrics.jsonl") if row["validation_loss"]]
-        return loss
-
-
-PARTS = {"link": measure_link, "loss": measure_loss}
-
-
 def main() -> int:
     parser = build_parser(__doc__ or "")
-    parser.add_argument("part", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     arguments = parser.parse_args()
     require_cpu(parser)
-    unknown = {*arguments.part} - {*PARTS}
-    if unknown:
-        parser.error(f"unknown part {', '.join(unknown)}: one of {', '.join(PARTS)}")
     rows: list[Row] = []
-    bars: Bars = []
-    for part in arguments.part or PARTS:
-        bars += PARTS[part](arguments, rows)
-    return finish(arguments, rows, bars)
+    with tempfile.TemporaryDirectory(prefix="ethernet-") as scratch:
+        measure_rows(arguments, Path(scratch), rows)
+    return finish(arguments, rows, bars(rows))
 
 
 if __name__ == "__main__":

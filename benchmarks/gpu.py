@@ -1,10 +1,13 @@
 """The speed of train.py on one GPU, beside what the GPU can do, beside other loops of the same model, and with one
 setting changed at a time.
 
-    python -m benchmarks.gpu [--rows "NAME;..."] [--rehearse] [--check] [--json FILE]
+    python -m benchmarks.gpu [--rows "NAME;..."] [--budget-seconds 540] [--list] [--rehearse] [--check] [--json FILE]
 
-`benchmarks.gpu_queue` measures the same rows in an order and in a given time. Rows are measured in one process, one
-after another, and each is written as soon as it is there. If memory runs out, half as many sequences at once are tried.
+Rows are measured in order, each in a process of its own; those that have a result for the present code are left out.
+FILE (default: benchmarks/results/gpu-GPU.json) gets each result as soon as it is there, so the next call continues
+where this one ended; the .log beside it gets what the processes print. A row whose estimate exceeds the rest of the
+budget is left out, one that takes twice its estimate is killed.
+
 A training row runs train.py itself: some steps to compile and warm up, some timed together (waiting for the device only
 at their ends), one under torch's profiler for the shares of the step. Peers do the same steps. `roofline` is tokens/s
 over what the measured matmul peaks allow if only matmuls and attention took time (attention at the bfloat16 peak, its
@@ -12,7 +15,7 @@ causal half). `TFLOP/s` counts a token as 6 x (parameters without the embedding 
 so attention's causal half, as NVIDIA's tables do; MFU counts all of attention, as torchtitan's.
 
 `matmuls of ...` time the forward's matmul of layers of the 8B alone, without casts, in bfloat16 and by each scaling of
-float8. `error` is relative to a product of the same rounded values in float32; what is wrong by that is not timed.
+float8. `tests: ...` are tests of tests/gpu by pytest's expression.
 
 Settings are compared on four layers of the 8B: `ratio` is tokens/s over the row `as in the rows of the 8B`, which is
 measured again at the end: how far it is from 1 is how far to trust the others. The output layer has a third of all
@@ -22,41 +25,43 @@ matmuls there, one part in sixteen in the whole 8B.
 dataset is the one that ./run_llama_train.sh prepares.
 """
 
+import argparse
 import dataclasses
-import gc
+import hashlib
+import json
+import os
 import re
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch._functorch import config as functorch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import nn
 
 import float8.layers  # noqa: F401  (registers the kernels)
 import metrics
-from benchmarks.report import REHEARSE, add_row, build_parser, finish, has_gpu, prepare_once
+from benchmarks.report import add_row, build_parser, cell, finish, machine, prepare_once, table
 from config import Config, load_config
-from float8.casts import Cast, cast, multiply
+from float8.casts import cast, multiply
 from float8.convert import convert_to_float8
 from float8.cpu import replace_matmul
 from models import build_model, find_model
 from models.llama.hf import to_hf_config
 from parallel.device import synchronize
-from run.processes import shut_down
 from storage.records import read_records
 from train import train
 
+ROOT = Path(__file__).parents[1]
 WARMUP_STEPS = 3
-QUICK = ("peaks", "1.8B bf16 8192")
 DATASET, REHEARSAL = Path("datasets/stdlib"), Path("datasets/rehearsal")
 EVERY_LAYER = "--float8.filter=all"
 CHUNKS = ("--training.loss_chunks=2",)
@@ -65,12 +70,13 @@ BUDGET = ("--activation_checkpoint.mode=budget", "--activation_checkpoint.memory
 LARGE = (*CHUNKS, "--optimizer.state_dtype=bfloat16", *BUDGET, *ONCE)
 RECIPES = {"tensorwise": ("--float8.enable",), "rowwise": ("--float8.enable", "--float8.recipe=rowwise")}
 KINDS = {"bf16": (), **RECIPES, "muon": ("--optimizer.name=muon",)}
-# Rows of whole models, each in all KINDS: flavor, tokens per sequence, sequences per microbatch and per step, steps.
+# Rows of whole models, each in all KINDS: flavor, tokens per sequence, sequences per microbatch and per step, further
+# settings, steps, and the seconds that a row should take.
 SHAPES = (
-    ("1.8B", 8192, 4, 8, (*CHUNKS, *ONCE), 6),
-    ("8B", 8192, 1, 8, LARGE, 3),
-    ("3B", 8192, 2, 8, (*CHUNKS, *ONCE), 6),
-    ("1.8B", 4096, 8, 16, (*CHUNKS, *ONCE), 6),
+    ("1.8B", 8192, 4, 8, (*CHUNKS, *ONCE), 6, 60),
+    ("8B", 8192, 1, 8, LARGE, 3, 95),
+    ("3B", 8192, 2, 8, (*CHUNKS, *ONCE), 6, 75),
+    ("1.8B", 4096, 8, 16, (*CHUNKS, *ONCE), 6, 60),
 )
 BASE = "as in the rows of the 8B"
 # Rows of settings, on four layers of the 8B.
@@ -95,17 +101,30 @@ MATMULS = {
     "matmuls of w1, w3": (14336, 4096),
     "matmuls of w2": (4096, 14336),
 }
+PEAKS = "matmuls of w1, w3"
 SCALINGS = ("tensorwise", "rowwise")
-CHECKED = 16  # tokens whose products are compared with float32's
-WRONG = 0.02  # relative error; rounding to bfloat16 makes 0.0017, and fast accumulation 0.0033 in all
-NO_ROOM = "no room"
+# Tests of tests/gpu by pytest's expression, and the seconds that they should take.
+TESTS = {
+    "test_kernels": 100,
+    "2ranks and not compiled": 100,
+    "2ranks and compiled": 150,
+    "4ranks": 90,
+    "test_gpu": 120,
+}
+# What computes a step. If one of these files changes, results are old.
+CODE = (
+    "train.py", "trainer.py", "config.py", "loss.py", "optim.py", "muon.py", "models/**/*.py", "parallel/*.py",
+    "float8/*.py", "checkpoint/*.py", "run/*.py", "tools/same.py", "tests/layouts.py", "tests/gpu/*.py",
+)  # fmt: skip
+ENVIRONMENT = {"TEST_GPU": "1", "HF_HUB_OFFLINE": "1"}
+SHOWN = ("ratio", "passed", "failed")  # of a result in the list, beside rates
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """A training row: flavor, tokens per sequence, sequences per microbatch and per step, and further settings.
 
-    `steps` steps are timed.
+    `steps` steps are timed; on an H200 all should take `seconds`.
     """
 
     flavor: str
@@ -114,128 +133,62 @@ class Run:
     global_batch_size: int
     options: tuple[str, ...] = ()
     steps: int = 6
-    dataset: Path = DATASET
+    seconds: int = 60
     peer: str = ""
 
 
-def whole_models() -> dict[str, Run]:
-    """The rows of whole models by name."""
+def build_runs() -> dict[str, Run]:
+    """The training rows by name: whole models, a peer, then settings."""
     rows = {}
-    for flavor, seq_len, local, whole, options, steps in SHAPES:
+    for flavor, seq_len, local, whole, options, steps, estimate in SHAPES:
         for kind, more in KINDS.items():
-            rows[f"{flavor} {kind} {seq_len}"] = Run(flavor, seq_len, local, whole, (*options, *more), steps)
+            rows[f"{flavor} {kind} {seq_len}"] = Run(flavor, seq_len, local, whole, (*options, *more), steps, estimate)
     rows["1.8B transformers 8192"] = Run("1.8B", 8192, 4, 8, peer="transformers")
+    variants: dict[str, tuple[str, ...]] = dict(SETTINGS)
+    for recipe, words in RECIPES.items():
+        variants[f"float8, {recipe}"] = (*LARGE, *words)
+        for gain, more in GAINS.items():
+            variants[f"float8, {recipe}, {gain}"] = (*LARGE, *words, *more)
+    variants[f"{BASE}, again"] = LARGE
+    for name, words in variants.items():
+        rows[name] = Run("8B", 8192, 1, 4, ("--model.n_layers=4", *words), 4, 45)
     return rows
 
 
-def settings() -> dict[str, Run]:
-    """The rows of settings by name."""
-    options = dict(SETTINGS)
-    for recipe, words in RECIPES.items():
-        options[f"float8, {recipe}"] = (*LARGE, *words)
-        for gain, more in GAINS.items():
-            options[f"float8, {recipe}, {gain}"] = (*LARGE, *words, *more)
-    options[f"{BASE}, again"] = LARGE
-    return {name: Run("8B", 8192, 1, 4, ("--model.n_layers=4", *words), 4) for name, words in options.items()}
+RUNS = build_runs()
+ESTIMATES = {  # row → seconds on an H200, in the order of the queue
+    **dict.fromkeys(MATMULS, 20),
+    **{f"tests: {name}": seconds for name, seconds in TESTS.items()},
+    **{name: run.seconds for name, run in RUNS.items()},
+}
 
 
 def rehearsal(run: Run) -> Run:
     """The same row, small enough for a CPU."""
-    options = [*run.options, "--training.param_dtype=float32", "--model.n_layers=1"]  # fast on every CPU
+    options = [*run.options, f"--data.datasets={REHEARSAL}", "--model.n_layers=1", "--model.vocab_size=4096"]
+    options.append("--training.param_dtype=float32")  # fast on every CPU
     if "--float8.enable" in options:
         options.append(EVERY_LAYER)
-    return Run("tiny", 64, 2, 4, tuple(options), run.steps, REHEARSAL, run.peer)
+    return Run("tiny", 64, 2, 4, tuple(options), run.steps, peer=run.peer)
 
 
 # ---------------------------------------------------------------- what the device can do
 
 
-def peaks(device: torch.device, rehearse: bool) -> dict[str, float | None]:
-    """TFLOP/s of matmuls and attention at the 8B's shapes, and TB/s of a copy (read and written).
-
-    Float8's TFLOP/s are those of a forward and its backward.
-    """
-    tokens, dim, hidden = (64, 64, 128) if rehearse else (8192, 4096, 14336)
-    x = torch.randn(tokens, dim, device=device, dtype=torch.bfloat16)
-    weight = torch.randn(hidden, dim, device=device, dtype=torch.bfloat16)
-    flops = 2 * tokens * dim * hidden
-    row: dict[str, float | None] = {}
-    row["bf16 TFLOP/s"] = flops / seconds(lambda: F.linear(x, weight), device) / 1e12
-    if device.type == "cpu" or torch.cuda.get_device_capability() >= (8, 9):
-        one = torch.ones((), device=device)
-        x8 = x.to(torch.float8_e4m3fn)
-        weight8 = weight.to(torch.float8_e4m3fn)
-
-        def matmul(fast: bool) -> torch.Tensor:
-            return torch._scaled_mm(x8, weight8.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
-
-        # As in torchao's recipes, the forward's matmul uses fast accumulation, the backward's two do not.
-        forward = seconds(partial(matmul, True), device)
-        backward = 2 * seconds(partial(matmul, False), device)
-        row["float8 TFLOP/s"] = 3 * flops / (forward + backward) / 1e12
-    source = torch.empty(2**16 if rehearse else 2**30, dtype=torch.bfloat16, device=device)
-    target = torch.empty_like(source)
-    row["copy TB/s"] = 2 * source.nbytes / seconds(lambda: target.copy_(source), device) / 1e12
-    return row | attention_rates(device, rehearse)
-
-
-def attention_rates(device: torch.device, rehearse: bool) -> dict[str, float | None]:
-    """TFLOP/s of a forward and backward of the 8B's causal attention by cuDNN and by flash, None where it has none.
-
-    Its causal half is counted, with 2.5 times as much in the backward.
-    """
-    tokens, n_heads, n_kv_heads, head_dim = (64, 4, 2, 16) if rehearse else (8192, 32, 8, 128)
-    q, k, v, grad = (
-        torch.randn(1, tokens, n, head_dim, device=device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
-        for n in (n_heads, n_kv_heads, n_kv_heads, n_heads)
-    )
-
-    def step() -> None:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        torch.autograd.grad(out, (q, k, v), grad)
-
-    row: dict[str, float | None] = {}
-    for name, backend in (("cudnn", SDPBackend.CUDNN_ATTENTION), ("flash", SDPBackend.FLASH_ATTENTION)):
-        key, flops = f"attention {name} TFLOP/s", 7 * tokens**2 * n_heads * head_dim
-        try:
-            with sdpa_kernel(backend):
-                row[key] = flops / seconds(step, device) / 1e12
-        except RuntimeError:
-            row[key] = None
-    return row
-
-
 def measure_matmuls(shape: tuple[int, int], device: torch.device, tokens: int) -> dict[str, Any]:
-    """TFLOP/s of a forward's matmul and its error, in bfloat16 and in float8 by each scaling. Errors become text."""
+    """TFLOP/s of a forward's matmul, in bfloat16 and in float8 by each scaling."""
     n_out, n_in = shape
     x, weight = (torch.randn(n, n_in, device=device, dtype=torch.bfloat16) for n in (tokens, n_out))
-    row: dict[str, Any] = {"out": n_out, "in": n_in, "tokens": tokens}
-
-    def add(way: str, product: Callable[[], Tensor], x: Tensor, weight: Tensor) -> None:
-        exact = x[:CHECKED].float() @ weight.float().t()
-        try:
-            error = ((product()[:CHECKED] - exact).norm() / exact.norm()).item()
-            row[f"{way} error"] = error
-            if not error < WRONG:  # also NaN
-                row[f"{way} failed"] = f"wrong by {error:.2g}, so not timed"
-                return
-            row[f"{way} TFLOP/s"] = 2 * tokens * n_out * n_in / seconds(product, device) / 1e12
-        except (RuntimeError, ValueError) as reason:
-            row[f"{way} failed"] = " ".join(str(reason).split())[:300]
-
-    add("bf16", lambda: x @ weight.t(), x, weight)
+    products: dict[str, Callable[[], Any]] = {"bf16": lambda: F.linear(x, weight)}
     for scaling in SCALINGS:
         (x8,) = cast("copy", scaling, [x], columns=False)
         (weight8,) = cast("copy", scaling, [weight], columns=False)
         for fast in (True, False):
-            product = partial(multiply, x8[:2], weight8[:2], torch.bfloat16, fast)
-            add(f"{scaling}{', fast' * fast}", product, dequantize(x8), dequantize(weight8))
+            products[f"{scaling}{', fast' * fast}"] = partial(multiply, x8[:2], weight8[:2], torch.bfloat16, fast)
+    row: dict[str, Any] = {"out": n_out, "in": n_in, "tokens": tokens}
+    for name, product in products.items():
+        row[f"{name} TFLOP/s"] = 2 * tokens * n_out * n_in / seconds(product, device) / 1e12
     return row
-
-
-def dequantize(x: Cast) -> Tensor:
-    """The rounded values in float32."""
-    return x.rows.float() * x.row_scales
 
 
 def seconds(action: Callable[[], Any], device: torch.device, rounds: int = 20, at_once: int = 10) -> float:
@@ -259,7 +212,8 @@ def measure_training(run: Run, device: torch.device, started: float) -> dict[str
     """Measure train.py's tokens/s, first step, memory, the loss after all steps, and shares of a profiled step."""
     marks: dict[int, float] = {}
     last = WARMUP_STEPS + run.steps
-    profiler = build_profiler(device)
+    activity = torch.profiler.ProfilerActivity  # only the device's: recording the host slows it down
+    profiler = torch.profiler.profile(activities=[activity.CPU if device.type == "cpu" else activity.CUDA])
 
     def after_step(step: int) -> None:
         if step in (1, WARMUP_STEPS, last):
@@ -276,34 +230,36 @@ def measure_training(run: Run, device: torch.device, started: float) -> dict[str
         [records] = Path(outputs).glob("*/metrics.jsonl")
         loss = read_records(records)[-1]["loss"]
     elapsed = marks[last] - marks[WARMUP_STEPS]
-    return result(run, device, elapsed, marks[1] - started) | {"loss": loss} | shares(profiler, device)
+    return result(run, device, elapsed, marks[1] - started) | {"loss": loss} | shares(profiler)
 
 
 def result(run: Run, device: torch.device, elapsed: float, first_step: float) -> dict[str, Any]:
     """The row of a run whose timed steps took `elapsed` seconds."""
     speed = run.steps * run.global_batch_size * run.seq_len / elapsed
-    model, peak = build_meta_model(run), metrics.peak_flops(device)
-    flops, causal_flops = count_flops(model, run.seq_len)
+    model: Any = build_meta_model(run)
+    peak = metrics.peak_flops(device)
+    flops = model.flops_per_token(run.seq_len)  # with all of attention, as torchtitan counts
+    flavor = model.config
+    causal_flops = flops - 6 * flavor.n_layers * flavor.n_heads * flavor.head_dim * run.seq_len
+    float8 = training_config(run, 1, "unused").float8
+    converted = convert_to_float8(model, float8)[0] if float8.enable else []
+    float8_flops = sum(6 * model.get_parameter(f"{name}.weight").numel() for name in converted)
     return {
+        "sequences": run.local_batch_size,
         "tokens/s": speed,
         "MFU %": 100 * flops * speed / peak if peak else None,  # of the data sheet's peak; None if unknown
         "TFLOP/s": causal_flops * speed / 1e12,
+        "bf16 GFLOP of a token": (causal_flops - float8_flops) / 1e9,
+        "float8 GFLOP of a token": float8_flops / 1e9,
         "peak GiB": metrics.peak_memory_gib(device),
         "first step s": first_step,
     }
 
 
-def count_flops(model: nn.Module, seq_len: int) -> tuple[float, float]:
-    """Operations of a token's training: with all of attention, as torchtitan counts; with its causal half."""
-    flavor: Any = model.config
-    flops = model.flops_per_token(seq_len)  # type: ignore[operator]
-    return flops, flops - 6 * flavor.n_layers * flavor.n_heads * flavor.head_dim * seq_len
-
-
 def training_config(run: Run, steps: int, outputs: str) -> Config:
     options = [
         f"--model.flavor={run.flavor}",
-        f"--data.datasets={run.dataset}",
+        f"--data.datasets={DATASET}",
         f"--training.seq_len={run.seq_len}",
         f"--training.local_batch_size={run.local_batch_size}",
         f"--training.global_batch_size={run.global_batch_size}",
@@ -357,31 +313,14 @@ def measure_transformers(run: Run, device: torch.device, started: float) -> dict
         optimizer.step()
         optimizer.zero_grad()
 
-    return measure_loop(step, run, device, started)
-
-
-def measure_loop(step: Callable[[], None], run: Run, device: torch.device, started: float) -> dict[str, Any]:
-    """Measure a peer's tokens/s, first step, memory and shares, over the same steps as train.py's."""
-    step()
-    synchronize(device)
-    first = time.perf_counter() - started
-    for _ in range(WARMUP_STEPS - 1):
+    last = WARMUP_STEPS + run.steps
+    marks = {}
+    for number in range(1, last + 1):
         step()
-    synchronize(device)
-    begin = time.perf_counter()
-    for _ in range(run.steps):
-        step()
-    synchronize(device)
-    elapsed = time.perf_counter() - begin
-    with build_profiler(device) as profiler:
-        step()
-        synchronize(device)
-    return result(run, device, elapsed, first) | shares(profiler, device)
-
-
-def build_profiler(device: torch.device) -> torch.profiler.profile:
-    activity = torch.profiler.ProfilerActivity  # only the device's: recording the host slows it down
-    return torch.profiler.profile(activities=[activity.CPU if device.type == "cpu" else activity.CUDA])
+        if number in (1, WARMUP_STEPS, last):
+            synchronize(device)
+            marks[number] = time.perf_counter()
+    return result(run, device, marks[last] - marks[WARMUP_STEPS], marks[1] - started)
 
 
 # The first pattern that matches a kernel's name decides its kind.
@@ -389,156 +328,191 @@ KERNELS = (
     ("pointwise", r"lpnorm|binaryop"),  # clipping, on lists of tensors as in AdamW
     ("copy", r"memcpy|memset|nccl|chunk_cat|split_with_sizes"),  # the last two are FSDP's
     ("optimizer", r"adam|multi_tensor|foreach|triton.*lerp"),
-    ("attention", r"triton_tem.*(flex|attention)"),
+    ("attention, flex", r"triton_tem.*(flex|attention)"),
     ("pointwise", r"^triton_(poi|red|per)_"),  # named after what was fused, such as attention's reshapes
-    ("attention", r"sdpa|flash|fmha|attention|flex|cudnn.*(dot_do_o|convert_dq)"),
+    ("attention, cudnn", r"cudnn.*(sdpa|flash|fmha|attention|dot_do_o|convert_dq)"),
+    ("attention, flash", r"sdpa|flash|fmha|attention|flex"),
     ("GEMM", r"gemm|nvjet|cutlass|xmma|scaled_mm|addmm|splitk|\bmm\b"),
     ("pointwise", r""),
 )
 
 
-def shares(profiler: torch.profiler.profile, device: torch.device) -> dict[str, Any]:
+def shares(profiler: torch.profiler.profile) -> dict[str, Any]:
     """Per cent of the profiled step that the device spent in each kind of kernel, and idle; empty on CPU.
 
-    As if kernels never overlapped, which only collectives would. Those that took longest are written to stderr.
+    As if kernels never overlapped, which only collectives would. Those that took longest are printed.
     """
+    print(profiler.key_averages().table(sort_by="self_device_time_total", row_limit=40, max_name_column_width=160))
     cuda = torch.autograd.DeviceType.CUDA
     # Without the ranges that compiler and optimizer name, which also come as events of the device.
     events = [event for event in profiler.events() or [] if event.device_type == cuda and not event.is_user_annotation]
-    if device.type == "cpu" or not events:
+    if not events:
         return {}
-    times: dict[tuple[str, str], list[float]] = {}  # of each kernel, by kind and name
+    span = max(event.time_range.end for event in events) - min(event.time_range.start for event in events)
+    row = {"idle %": 100.0}
     for event in events:
         kind = next(kind for kind, pattern in KERNELS if re.search(pattern, event.name, re.IGNORECASE))
-        times.setdefault((kind, event.name), []).append(event.time_range.elapsed_us())
-    begin = min(event.time_range.start for event in events)
-    span = max(event.time_range.end for event in events) - begin
-    by = {attention_by(name) for kind, name in times if kind == "attention"}
-    row: dict[str, Any] = {"attention by": "+".join(sorted(by))}
-    row |= dict.fromkeys([f"{kind} %" for kind, _ in KERNELS], 0.0) | {"idle %": 100.0}
-    for i, ((kind, name), each) in enumerate(sorted(times.items(), key=lambda item: -sum(item[1]))):
-        row[f"{kind} %"] += 100 * sum(each) / span
-        row["idle %"] -= 100 * sum(each) / span
-        if i < 40:
-            print(f"{sum(each) / 1e3:9.2f} ms {len(each):6} x {kind:9}  {name[:160]}", file=sys.stderr)
+        share = 100 * event.time_range.elapsed_us() / span
+        row[f"{kind} %"] = row.get(f"{kind} %", 0.0) + share
+        row["idle %"] -= share
     return row
 
 
-def attention_by(kernel: str) -> str:
-    """Whose attention a kernel is."""
-    if "cudnn" in kernel:
-        return "cudnn"
-    return "flex" if "triton" in kernel else "flash"
-
-
-def attainable(run: Run, peak: dict[str, Any]) -> float:
-    """Tokens/s if only matmuls and attention took time, at the peaks measured in this run."""
-    model, config = build_meta_model(run), training_config(run, 1, "unused")
-    _, in_bf16 = count_flops(model, run.seq_len)
-    converted = convert_to_float8(model, config.float8)[0] if config.float8.enable else []
-    in_float8 = sum(6 * model.get_parameter(f"{name}.weight").numel() for name in converted)
-    float8_seconds = in_float8 / (peak["float8 TFLOP/s"] * 1e12) if in_float8 else 0.0
-    return 1 / (float8_seconds + (in_bf16 - in_float8) / (peak["bf16 TFLOP/s"] * 1e12))
-
-
-# ---------------------------------------------------------------- rows
-
-
-def find_run(name: str, rehearse: bool) -> Run:
-    """The row of this name."""
-    run = {**whole_models(), **settings()}[name]
-    if rehearse:
-        return rehearsal(run)
-    return run
-
-
-def measure_fitting(run: Run, device: torch.device) -> dict[str, Any]:
-    """Measure a row, with half as many sequences at once as long as memory runs out."""
-    row = measure(run, device)
-    while run.local_batch_size > 1 and row.get("failed", "").startswith(NO_ROOM):
-        run = dataclasses.replace(run, local_batch_size=run.local_batch_size // 2)
-        row = measure(run, device)
-    return row
-
-
-def measure(run: Run, device: torch.device) -> dict[str, Any]:
-    """Measure a row. An error becomes part of it."""
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    by = {"": measure_training, "transformers": measure_transformers}[run.peer]
-    row: dict[str, Any] = {"sequences": run.local_batch_size}
-    try:
-        # Without what an earlier row has set for the process.
-        with functorch.patch(activation_memory_budget=1.0, joint_custom_pass=None):
-            return row | by(run, device, time.perf_counter())
-    except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        if re.search("out of memory|ALLOC_FAILED", str(error)):  # kernels and cuBLAS handles can run out of it too
-            reason = f"{NO_ROOM}, {reason}"
-        return row | {"failed": reason}
-    finally:
-        if dist.is_initialized():
-            shut_down()
-
-
-def main() -> int:
-    parser = build_parser(__doc__ or "")
-    parser.add_argument("--rows", default="", help="names of rows, with ; between them (default: all)")
-    parser.add_argument("--rehearse", action="store_true", help=REHEARSE)
-    arguments = parser.parse_args()
-    known = ("peaks", *MATMULS, *whole_models(), *settings())
-    names: Sequence[str] = known
-    if arguments.quick:
-        names = QUICK
-    if arguments.rows:
-        names = arguments.rows.split(";")
-    unknown = {*names} - {*known}
-    if unknown:
-        parser.error(f"unknown rows {'; '.join(sorted(unknown))}; known are {'; '.join(known)}")
-    if not has_gpu(arguments.rehearse):
-        return int(arguments.check)
-    prepare_data(arguments.rehearse)
-    metrics.quiet_noisy_loggers()  # torchao's, which the roofline of float8 imports
-    replace_matmul()  # that of CPUs, for a rehearsal
-    device = torch.device("cpu" if arguments.rehearse else "cuda")
-    rows: list[dict[str, Any]] = []
-    peak: dict[str, Any] = {}
-    base = 0.0  # tokens/s
-    for name in names:
-        row = {"row": name} | measure_row(name, device, arguments.rehearse)
-        if name == "peaks":
-            peak = row
-        if "tokens/s" in row and peak.get("bf16 TFLOP/s"):
-            row["roofline"] = row["tokens/s"] / attainable(find_run(name, arguments.rehearse), peak)
-        if name == BASE:
-            base = row.get("tokens/s", 0.0)
-        if "tokens/s" in row and base and name in settings():
-            row["ratio"] = row["tokens/s"] / base
-        add_row(arguments, rows, row)
-    return finish(arguments, rows, [] if arguments.rehearse else bars(rows, torch.cuda.get_device_name()))
-
-
-def prepare_data(rehearse: bool) -> None:
-    """Prepare the dataset of all rows, unless it exists."""
-    if rehearse:
-        prepare_once(REHEARSAL, "docs")
-    else:
-        prepare_once(DATASET)
+# ---------------------------------------------------------------- one row, in a process of its own
 
 
 def measure_row(name: str, device: torch.device, rehearse: bool) -> dict[str, Any]:
     """Measure the row of this name."""
-    if name == "peaks":
-        return peaks(device, rehearse)
+    metrics.quiet_noisy_loggers()  # torchao's, which counting float8's layers imports
+    replace_matmul()  # that of CPUs, for a rehearsal
     if name in MATMULS:
         shape, tokens = MATMULS[name], 16384
         if rehearse:
             shape, tokens = (256, 128), 128
         return measure_matmuls(shape, device, tokens)
-    return measure_fitting(find_run(name, rehearse), device)
+    run = RUNS[name]
+    if rehearse:
+        run = rehearsal(run)
+    measure = measure_transformers if run.peer else measure_training
+    return measure(run, device, time.perf_counter())
+
+
+def run_row(name: str, rehearse: bool, log: Path, limit_seconds: float) -> dict[str, Any]:
+    """Measure a row, or run its tests, in a process. An error becomes the row."""
+    tests = name.removeprefix("tests: ")
+    command = ["benchmarks.gpu", f"--row={name}", *["--rehearse"] * rehearse]
+    if tests != name:
+        command = ["pytest", "-q", "-p", "no:cacheprovider", "tests/gpu", "-k", tests]
+    with open(log, "a+", encoding="utf-8") as file:
+        print(f"--- {' '.join(command)}", file=file, flush=True)
+        begin = file.tell()
+        child = subprocess.Popen(
+            [sys.executable, "-m", *command], cwd=ROOT, env=os.environ | ENVIRONMENT,
+            stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            child.wait(limit_seconds)
+        except subprocess.TimeoutExpired:
+            return {"failed": "killed, since it took too long"}
+        finally:  # with its own processes
+            with suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        file.seek(begin)
+        lines = [line for line in file.read().splitlines() if line.strip()] or ["no output"]
+    if child.returncode:
+        errors = [line for line in lines if re.search(r"[Ee]rror: .", line)]
+        return {"failed": (errors or lines)[-1][:300]}
+    if tests != name:
+        return {"passed": lines[-1]}
+    (row,) = (line for line in lines if line.startswith('{"measured": '))
+    return json.loads(row)["measured"]
+
+
+# ---------------------------------------------------------------- the queue
+
+
+def hash_code() -> str:
+    """A digest of the code that results depend on."""
+    digest = hashlib.sha256()
+    for pattern in CODE:
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def add_ratios(rows: list[dict[str, Any]]) -> None:
+    """Add what is relative to another row: the roofline to measured matmuls, settings to the row without them."""
+    by = {row["row"]: row for row in rows}
+    peak = by.get(PEAKS, {})
+    base = by.get(BASE, {}).get("tokens/s")
+    for row in rows:
+        speed = row.get("tokens/s")
+        if speed and "bf16 TFLOP/s" in peak and "bf16 GFLOP of a token" in row:
+            # As in torchao's recipes, the forward's matmul uses fast accumulation, the backward's two do not.
+            float8_seconds = (1 / peak["tensorwise, fast TFLOP/s"] + 2 / peak["tensorwise TFLOP/s"]) / 3
+            seconds = row["bf16 GFLOP of a token"] / peak["bf16 TFLOP/s"]
+            row["roofline"] = speed * (seconds + row["float8 GFLOP of a token"] * float8_seconds) / 1e3
+        if speed and base and "--model.n_layers=4" in RUNS[row["row"]].options:
+            row["ratio"] = speed / base
+
+
+def work(names: Sequence[str], rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Measure what fits into the budget, and put each row in place of its older one."""
+    end = time.monotonic() + arguments.budget_seconds
+    patience = 20 if arguments.rehearse else 2  # CPUs compile for minutes
+    facts = machine()
+    code = hash_code()
+    older = {row["row"]: row for row in rows}
+    for name in sorted(names, key=lambda name: "failed" in older.get(name, {})):
+        found = older.get(name, {})
+        left = end - time.monotonic()
+        if (found.get("code") == code and "failed" not in found) or ESTIMATES[name] > left:
+            continue
+        limit = min(left, patience * ESTIMATES[name])
+        row = {"row": name, "code": code, "date": facts["date"], "commit": facts["commit"]}
+        row |= run_row(name, arguments.rehearse, arguments.json.with_suffix(".log"), limit)
+        if time.monotonic() >= end:
+            break  # this call's time is over: what it cut has not failed
+        rows[:] = [row for row in rows if row["row"] != name]
+        add_row(arguments, rows, row)
+
+
+def list_rows(names: Sequence[str], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What there is of each row: of the present code, or older."""
+    code = hash_code()
+    by = {row["row"]: row for row in rows}
+    lines = []
+    for name in names:
+        found = by.get(name, {})
+        shown = [f"{key} {cell(value)}" for key, value in found.items() if key.endswith("/s") or key in SHOWN]
+        of = {None: "older" * bool(found), code: "present"}.get(found.get("code"), "older")
+        lines.append({"row": name, "estimate s": ESTIMATES[name], "code": of, "result": ", ".join(shown)})
+    return lines
+
+
+def main() -> int:
+    parser = build_parser(__doc__ or "")
+    parser.add_argument("--rows", default="", help="names of rows, with ; between them (default: all)")
+    parser.add_argument("--budget-seconds", type=float, default=540, help="the whole call (default %(default)s)")
+    parser.add_argument("--list", action="store_true", help="rows, estimates and what there is, then end")
+    parser.add_argument("--rehearse", action="store_true", help="on CPU, with tiny shapes; the figures say nothing")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    device = torch.device("cpu" if arguments.rehearse else "cuda")
+    if arguments.row:
+        print(json.dumps({"measured": measure_row(arguments.row, device, arguments.rehearse)}), flush=True)
+        return 0
+    names = list(ESTIMATES)
+    if arguments.quick:
+        names = [PEAKS, "1.8B bf16 8192"]
+    if arguments.rows:
+        names = arguments.rows.split(";")
+    unknown = {*names} - {*ESTIMATES}
+    if unknown:
+        parser.error(f"unknown rows {'; '.join(sorted(unknown))}; known are {'; '.join(ESTIMATES)}")
+    gpu = "h200"  # whose results are listed where there is no GPU
+    if torch.cuda.is_available():
+        gpu = re.sub(r"\W+", "-", torch.cuda.get_device_name().lower().removeprefix("nvidia "))
+    elif not arguments.rehearse and not arguments.list:
+        print("no GPU here: nothing measured; --rehearse tries the command on CPU")
+        return int(arguments.check)
+    kept = ROOT / "benchmarks" / "results" / f"gpu-{gpu}.json"
+    if arguments.rehearse:
+        kept = ROOT / "outputs" / "gpu-rehearsal.json"
+    arguments.json = arguments.json or kept
+    rows = []
+    if arguments.json.exists():
+        rows = json.loads(arguments.json.read_text(encoding="utf-8"))["rows"]
+        rows = [row for row in rows if row["row"] in ESTIMATES]
+    if arguments.list:
+        print(table(list_rows(names, rows)))
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`: no process stays on the GPU
+    prepare_once(*((REHEARSAL, "docs") if arguments.rehearse else (DATASET,)))
+    work(names, rows, arguments)
+    add_ratios(rows)
+    return finish(arguments, rows, [] if arguments.rehearse else bars(rows, gpu))
 
 
 TARGETS = {  # tokens/s on an H200
@@ -547,25 +521,23 @@ TARGETS = {  # tokens/s on an H200
     "8B bf16 8192": 10_500,
     "8B tensorwise 8192": 14_500,
 }
-PEERS = {"1.8B transformers 8192": 1.15}
+PEER, LEAD = "1.8B transformers 8192", 1.15
 
 
 def bars(rows: list[dict[str, Any]], gpu: str) -> list[tuple[str, bool]]:
     """The bars of these rows, and whether they are met."""
-    speed = {row["row"]: row.get("tokens/s", 0.0) for row in rows}
-    ours = speed.get("1.8B bf16 8192", 0.0)
+    speed = {row["row"]: row["tokens/s"] for row in rows if "tokens/s" in row}
     found = []
+    for name, target in TARGETS.items():
+        if name in speed and gpu == "h200":
+            found.append((f"{name}: {speed[name]:,.0f} tokens/s, at least {target:,}", speed[name] >= target))
+    if PEER in speed:
+        ours = speed.get("1.8B bf16 8192", 0.0)
+        text = f"1.8B bf16: {ours:,.0f} tokens/s, at least {LEAD} times the {speed[PEER]:,.0f} of {PEER}"
+        found.append((text, ours >= LEAD * speed[PEER]))
     for row in rows:
-        name = row["row"]
-        by = row.get("attention by", "cudnn")
-        if name in TARGETS and "H200" in gpu:
-            text = f"{name}: {speed[name]:,.0f} tokens/s, at least {TARGETS[name]:,}"
-            found.append((text, speed[name] >= TARGETS[name]))
-        if name in PEERS:
-            text = f"1.8B bf16: {ours:,.0f} tokens/s, at least {PEERS[name]} times the {speed[name]:,.0f} of {name}"
-            found.append((text, speed[name] > 0 and ours >= PEERS[name] * speed[name]))
-        elif name not in MATMULS:
-            found.append((f"{name}: attention by {by}, cudnn is asked for", by == "cudnn"))
+        if row["row"] != PEER and "GEMM %" in row:
+            found.append((f"{row['row']}: attention by cuDNN", "attention, cudnn %" in row))
     return found
 
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import settings, training_config, whole_models
+from benchmarks.gpu import RUNS, training_config
 from benchmarks.report import build_parser, finish, print_row
 from config import Config, from_dict
 from tools.plan import plan
@@ -122,12 +122,11 @@ def published_rows() -> list[Row]:
 
 def our_rows() -> list[Row]:
     """Of train.py on one H200. Fitted are three."""
-    known = whole_models() | settings()
     rows = []
     for file in ("gpu-h200.json", "gpu_settings-h200.json"):
         for measured in json.loads((RESULTS / file).read_text(encoding="utf-8"))["rows"]:
             name = measured["row"]
-            run = known.get(name)
+            run = RUNS.get(name)
             if run is None or run.peer or name.endswith("again"):
                 continue
             values: dict[str, Any] = {"source": OURS, "name": name, "gpus": 1, "device": "h200"}

@@ -15,8 +15,6 @@ import torch
 from parallel.device import device_type
 from run.code import git_commit, package_versions
 
-REHEARSE = "on CPU, with tiny shapes; the figures say nothing"
-
 
 def build_parser(description: str) -> argparse.ArgumentParser:
     """A parser with the options that all benchmarks share."""
@@ -49,14 +47,6 @@ def add_row(arguments: argparse.Namespace, rows: list[dict[str, Any]], row: dict
     print_row(row)
     if arguments.json:
         arguments.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n", encoding="utf-8")
-
-
-def has_gpu(rehearse: bool) -> bool:
-    """Whether there is a GPU, or none is needed; if not, it says so."""
-    if rehearse or torch.cuda.is_available():
-        return True
-    print("no GPU here: nothing measured; --rehearse tries the command on CPU")
-    return False
 
 
 def print_row(row: Mapping[str, Any]) -> None:

@@ -292,7 +292,7 @@ def test_a_port_that_something_else_holds_is_named(conf: str, tmp_path: Path) ->
 MADE_ELSEWHERE = {
     "models/palm.py",
     "data/rank-00000.json",
-    "benchmarks/results/gpu_queue-GPU.json",
+    "benchmarks/results/gpu-GPU.json",
 }  # names that docs give as examples
 ROOMS = "benchmarks|checkpoint|data|docs|float8|launch|models|parallel|run|storage|tests|tools|train_configs"
 
