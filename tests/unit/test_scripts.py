@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import runpy
 import shutil
 import socket
@@ -287,35 +286,3 @@ def test_a_port_that_something_else_holds_is_named(conf: str, tmp_path: Path) ->
     assert code == 75
     assert said.startswith(f"error: port {port} ")
     assert said.count("\n") == 1
-
-
-MADE_ELSEWHERE = {
-    "models/palm.py",
-    "data/rank-00000.json",
-    "benchmarks/results/gpu-GPU.json",
-}  # names that docs give as examples
-ROOMS = "benchmarks|checkpoint|data|docs|float8|launch|models|parallel|run|storage|tests|tools|train_configs"
-
-
-def test_what_launch_and_docs_name_exists() -> None:
-    files = [*(ROOT / "docs").glob("*.md"), *(ROOT / "launch").rglob("*.*"), ROOT / "launch/kubernetes/Dockerfile"]
-    named = set()
-    for file in (*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
-        text = file.read_text()
-        named |= set(re.findall(rf"(?<![\w./-])((?:{ROOMS})/[\w./-]+\.(?:py|sh|toml|yaml|json|md))", text))
-        for module in re.findall(rf'-m"?,? "?((?:{ROOMS})\.[a-z0-9_.]+)', text):
-            path = module.rstrip(".").replace(".", "/")
-            named.add(f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py")
-    assert len(named) > 50
-    assert not [name for name in named - MADE_ELSEWHERE if not (ROOT / name).exists()]
-
-
-def test_the_quick_tests_exist() -> None:
-    """pytest runs none at all if one of those that it is asked for has gone."""
-    script = (ROOT / "run_tests.sh").read_text()
-    begin = script.index("quick=(")
-    array = script[begin : script.index("\n)", begin) + 2]
-    listed = subprocess.run(["bash", "-c", array + '\nprintf "%s\\n" "${quick[@]}"'], capture_output=True, text=True)
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "--collect-only", "-q", *listed.stdout.splitlines()]
-    collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert collected.returncode == 0, collected.stdout
