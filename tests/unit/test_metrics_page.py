@@ -13,7 +13,7 @@ from config import Config, Optimizer, TitaniteError, Training
 from metrics import FIELDS
 from run.folder import record_config, record_start
 from tools import compare
-from tools.compare import main, read_charts
+from tools.compare import main
 
 
 def row(step: int, **values: float) -> str:
@@ -35,7 +35,7 @@ def compared(runs: list[Path], folder: Path) -> dict[str, Any]:
     return json.loads(found[1])
 
 
-def test_curves_tables_and_settings(tmp_path: Path) -> None:
+def test_curves_tables_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = write_run(
         tmp_path / "<b>first",
         [
@@ -54,7 +54,13 @@ def test_curves_tables_and_settings(tmp_path: Path) -> None:
         Config(training=Training(seq_len=128), optimizer=Optimizer(lr=0.5)),
         world_size=4,
     )
-    data = compared([first, second], tmp_path)
+    unlogged = write_run(tmp_path / "unlogged", [""], Config())
+    data = compared([first, unlogged, tmp_path / "nowhere", second], tmp_path)
+    said = capsys.readouterr().out
+    assert f"{unlogged}: left out" in said
+    assert "nowhere: left out" in said
+    with pytest.raises(TitaniteError, match="no run to compare"):
+        compared([unlogged], tmp_path)
     assert [run["name"] for run in data["runs"]] == ["<b>first", "second"]
     charts = data["runs"][0]["charts"]
     expected = [[1, 100, 0.01, 5.0], [10, 1000, 0.055, 4.0], [11, 1100, 0.065, 3.9]]
@@ -88,21 +94,16 @@ def test_settings_that_changed_between_the_starts_of_a_run_are_shown(tmp_path: P
     assert settings == [["world_size", "2 → 4"], ["optimizer.lr", "0.1 → 0.2 → 0.3"]]
 
 
-def test_a_branch_is_drawn_from_its_fork(tmp_path: Path) -> None:
-    rows = [row(step, loss=1.0, step_seconds=36.0, interval_steps=1) for step in (21, 22)]
-    run = write_run(tmp_path / "branch", rows, Config())
-    record_parent(run, Parent("outputs/trunk", 20, "", 0))
-    (drawn,) = compared([run], tmp_path)["runs"]
-    assert drawn["name"] == "branch from outputs/trunk@20"
-    assert drawn["charts"]["loss"] == [[21, 2100, 0.01, 1.0], [22, 2200, 0.02, 1.0]]
-
-
-def test_steps_left_out_after_a_rollback_are_in_no_curve(tmp_path: Path) -> None:
+def test_a_branch_is_drawn_from_its_fork_without_steps_left_out_after_a_rollback(tmp_path: Path) -> None:
     rows = [row(step, loss=float(step), step_seconds=1.0, interval_steps=1) for step in range(1, 8)]
     rows += [row(6, validation_loss=9.5), row(8, skipped=1)]
     rows += [row(step, skipped=1) for step in (6, 7, 8)]  # back to the checkpoint of step 5
     rows += [row(9, loss=9.0, step_seconds=1.0, interval_steps=1)]
-    charts = read_charts(write_run(tmp_path / "run", rows, Config()))
+    run = write_run(tmp_path / "branch", rows, Config())
+    record_parent(run, Parent("outputs/trunk", 20, "", 0))
+    (drawn,) = compared([run], tmp_path)["runs"]
+    assert drawn["name"] == "branch from outputs/trunk@20"
+    charts = drawn["charts"]
     assert [step for step, *_ in charts["loss"]] == [1, 2, 3, 4, 5, 9]
     assert charts["loss"][-1][2] == pytest.approx(6 / 3600)
     assert "validation_loss" not in charts
@@ -116,38 +117,20 @@ def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path, monkeypatch
     assert [value for *_, value in drawn["charts"]["loss"]] == list(range(10, 101, 10))
 
 
-def test_a_run_that_ended_before_its_first_step_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    runs = [write_run(tmp_path / name, [row(5, loss=2.0, step_seconds=1.0)], Config()) for name in "abc"]
-    (runs[0] / "metrics.jsonl").unlink()
-    (runs[1] / "metrics.jsonl").write_text("")
-    assert [run["name"] for run in compared(runs, tmp_path)["runs"]] == ["c"]
-    said = capsys.readouterr().out
-    assert said.splitlines()[:2] == [f"{run}: left out, no step was logged there" for run in runs[:2]]
-    compared([tmp_path / "nowhere", runs[2]], tmp_path)
-    assert "nowhere: left out, there is no such folder" in capsys.readouterr().out
-    with pytest.raises(TitaniteError, match="no run to compare"):
-        compared(runs[:2], tmp_path)
-
-
 @pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("metrics.jsonl", '{"step": 1, "train_loss": 2}\n', "is not as a run writes it: KeyError"),
-        ("config.toml", "=", "is not as a run writes it"),
-    ],
+    ("file", "content"), [("metrics.jsonl", '{"step": 1, "train_loss": 2}\n'), ("config.toml", "=")]
 )
-def test_a_damaged_run_is_named(tmp_path: Path, file: str, content: str, message: str) -> None:
+def test_a_damaged_run_is_named(tmp_path: Path, file: str, content: str) -> None:
     run = write_run(tmp_path / "run", [row(2, loss=1.0, step_seconds=1.0)], Config())
     (run / file).write_text(content)
-    with pytest.raises(TitaniteError, match=f"^{run}: .*{message}"):
+    with pytest.raises(TitaniteError, match=f"^{run}: .*{file}"):
         main([str(run)])
 
 
 def test_an_output_that_cannot_be_written_is_refused_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    urls = "must be a string that names a folder or file, not a URL"
-    for output, message in ((str(tmp_path), "cannot be written: Is a directory"), ("s3://bucket/page.html", urls)):
+    for output in (str(tmp_path), "s3://bucket/page.html"):
         with pytest.raises(SystemExit):
             main(["nowhere", "--output", output])
-        assert f"argument --output: {output}: {message}" in capsys.readouterr().err
+        assert f"argument --output: {output}: " in capsys.readouterr().err
