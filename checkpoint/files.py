@@ -5,7 +5,6 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from typing import IO, Any, NamedTuple, cast
 
@@ -22,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.serialization import config as serialization
 
 from checkpoint import CheckpointError
-from checkpoint.manifest import ChecksumError, Opened, checked_twice, path_of
+from checkpoint.manifest import Opened, path_of
 from parallel.ranks import Ranks
-from storage import DamagedError, LocalStore, Store, StoreError, retry
+from storage import DamagedError, Store, retry
 
 FILES = 2  # per rank, written at the same time
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this size
@@ -112,24 +111,15 @@ def write_items(
                 written[item.index] = info
         return written
 
-    # What an S3 store tries again are its requests; after a failed fsync a file has to be written anew.
-    seconds = store.retry_seconds if isinstance(store, LocalStore) else 0
-
     def write_again(file: str, items: Sequence[WriteItem]) -> Written:
-        return retry(partial(write, file, items), seconds)
+        # What an S3 store tries again are its requests; after a failed fsync a file has to be written anew.
+        return retry(partial(write, file, items), store.retry_seconds)
 
     written = {}
     names = [f"__{rank}_{number}.distcp" for number in range(FILES)]
-    try:
-        with ThreadPoolExecutor(FILES) as threads:
-            for own in threads.map(write_again, names, files):
-                written.update(own)
-    except StoreError:
-        # A folder in which nothing was written would stay for good. Only now does no thread need it any more.
-        if isinstance(store, LocalStore):
-            with suppress(StoreError):
-                store.remove([f"{name}/{file}" for file in names])
-        raise
+    with ThreadPoolExecutor(FILES) as threads:
+        for own in threads.map(write_again, names, files):
+            written.update(own)
     return written
 
 
@@ -274,9 +264,8 @@ def _read_items(opened: Opened, items: Sequence[_Item], consume: Callable[[_Item
             threads.shutdown(cancel_futures=True)
 
 
-@checked_twice
 def _read_range(opened: Opened, group: list[_Item]) -> list[memoryview]:
-    """The bytes of each of some neighbours, read at once and checked. Raises StoreError, ChecksumError if damaged."""
+    """The bytes of each of some neighbours, read at once and checked. Raises DamagedError, StoreError."""
     file = group[0].info.relative_path
     first = group[0].info.offset
     data = opened.store.read(path_of(opened.name, file), first, group[-1].end - first)
@@ -286,7 +275,7 @@ def _read_range(opened: Opened, group: list[_Item]) -> list[memoryview]:
         expected = getattr(item.info, "crc32", None)  # a stock checkpoint's has none
         if expected is not None and isal_zlib.crc32(piece) != expected:
             where = f"{opened.url}/{file}: checksum of {item.piece.fqn} differs"
-            raise ChecksumError(f"{where}, at byte {item.info.offset}")
+            raise DamagedError(f"{where}, at byte {item.info.offset}")
         pieces.append(piece)
     return pieces
 

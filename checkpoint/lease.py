@@ -19,7 +19,6 @@ from config import ConfigError
 from storage import DamagedError, Store, join
 
 RUN_ID = ".run_id"  # in the run's folder: its id, so that it moves with the folder
-RUN_NAME = ".run_name"  # what earlier versions wrote there, and into checkpoints: the folder's first path
 SAVED = ".saved"  # in the run's folder: names the last committed checkpoint
 LEASE = ".lease"  # in a store: the start that saves there
 
@@ -46,15 +45,6 @@ def new_start(run_folder: Path, job: str = "", run: str = "") -> Start:
     return Start(secrets.token_hex(8), time, job, str(run_folder.absolute()), socket.gethostname(), os.getpid(), run)
 
 
-def read_run_id(run_folder: Path) -> str | None:
-    """The id of the run in a folder, None if it has none."""
-    for name in (RUN_ID, RUN_NAME):
-        text = read_mark(run_folder / name)
-        if text:
-            return text
-    return None
-
-
 def read_mark(file: Path) -> str:
     """The text of a small file of the run's folder, "" if there is none."""
     if not file.is_file():
@@ -69,22 +59,22 @@ def check_owner(store: Store, names: Sequence[str], run_folder: Path) -> str:
     that of the checkpoints if the folder was made again at the path of theirs, or a new one. Raises ConfigError.
     """
     here = str(run_folder.absolute())
-    own = read_run_id(run_folder)
+    own = read_mark(run_folder / RUN_ID)
     manifest = _newest_readable(store, names)
     if manifest is None:
         return own or secrets.token_hex(8)
-    owner: str = manifest.get("run", here)
+    owner: str = manifest["run"]
     folder = _folder_of(store, manifest)
-    if own is None and folder == here:
+    if not own and folder == here:
         return owner
     there = f"checkpoint.folder = {store.url!r}: holds checkpoints of"
     newest = f"{store.url}@{manifest['step']}"
-    if own is None or own != owner:
+    if own != owner:
         raise ConfigError(
             f"{there} another run, {folder}: set another checkpoint.folder, and to start from theirs "
             f"checkpoint.initial_load or checkpoint.branch_from = {newest!r}"
         )
-    if folder != here and read_run_id(Path(folder)) == own:
+    if folder != here and read_mark(Path(folder) / RUN_ID) == own:
         raise ConfigError(
             f"{there} {folder}, which is there, and {run_folder} is a copy of it: go on in {folder}, or begin a branch "
             f"in a new run.folder, by --checkpoint.branch_from={newest}"
@@ -103,9 +93,9 @@ def _newest_readable(store: Store, names: Sequence[str]) -> Manifest | None:
 def _folder_of(store: Store, newest: Manifest) -> str:
     """The folder of the run that owns a place's `newest` checkpoint, as the last of its starts named it."""
     holder = _read_lease(store)
-    if holder is not None and holder.run == newest.get("run"):
+    if holder is not None and holder.run == newest["run"]:
         return holder.folder
-    return newest.get("start", {}).get("folder", newest.get("run", "elsewhere"))
+    return newest.get("start", {}).get("folder", "elsewhere")
 
 
 def take_lease(store: Store, start: Start) -> bool:

@@ -33,12 +33,12 @@ from checkpoint.manifest import (
     new_checkpoint_name,
     open_checkpoint,
 )
-from checkpoint.retention import Retention, check_room
+from checkpoint.retention import check_room, tidy
 from checkpoint.state import Staging, model_tensors, optimizer_tensors, random_state, tensors_to_fill
-from config import Config, TitaniteError, differences, from_dict, read_recorded, to_toml, value_text
+from config import Config, TitaniteError, to_toml
 from data.ledger import saved_position
 from parallel.ranks import Ranks
-from storage import LocalStore, Store, StoreError, join
+from storage import LocalStore, Store, join
 from storage.records import write_atomically
 
 LOWEST_PRIORITY = 19  # a `nice` value
@@ -100,7 +100,7 @@ class CheckpointManager:
         self.declared: dict[str, Any] = {}  # by the Hugging Face model that the weights come from
         self.start = start or new_start(run_folder)
         self.store = open_place(config, run_folder)
-        self.retention = Retention(self.store, self.settings, self.start)  # of rank 0
+        self.damaged = set[str]()  # found while loading; removed after the next commit
         self.newest_step: int | None = None  # of the last save or load
         self.background = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         self.under_way: Future[Any] | None = None
@@ -132,9 +132,8 @@ class CheckpointManager:
         parent = self.ranks.from_rank_0(partial(read_parent, self.run_folder))
         fork = find_fork(self.settings.branch_from, parent)
         resumed = ""
-        damaged = set[str]()
         if own or fork:
-            opened, _, damaged = load_newest(own or self._locate(fork), self.ranks, self._fill)
+            opened, _, self.damaged = load_newest(own or self._locate(fork), self.ranks, self._fill)
             manifest = opened.manifest
             resumed = opened.name
             for name, part in self.stateful.items():
@@ -152,20 +151,11 @@ class CheckpointManager:
             self.parent = self.ranks.from_rank_0(partial(record_parent, self.run_folder, parent))
             how = "resumed" if own else "branched"
             logger.info(f"{how} from {opened.url}, world size {manifest['world_size']} then")
-            if not own and "config" in manifest:
-                self._log_changes(manifest["config"])
         else:
             self._load_initial()
-        if self.ranks.is_coordinator:  # killed saves, or a kill after a commit, have left what may fill the disk
-            self.retention.start(resumed, damaged, others_may_write)
+        # Killed saves, or a kill after a commit, have left what may fill the disk.
+        self._tidy(resumed, at_start=True, others_may_write=others_may_write)
         return self.newest_step or 0
-
-    def _log_changes(self, recorded: str) -> None:
-        """Log which settings of a branch are not those that its trunk recorded."""
-        trunk = from_dict(read_recorded(recorded.encode(), self.settings.branch_from))
-        for key, (old, new) in differences(trunk, self.config).items():
-            if key not in ("run.folder", "checkpoint.branch_from"):
-                logger.info(f"branch: {key} was {value_text(old)}, is now {value_text(new)}")
 
     def _count_bytes(self) -> int:
         """Bytes of the tensors of a checkpoint, from the state that the optimizer makes itself. Collective."""
@@ -349,11 +339,10 @@ class CheckpointManager:
         """Write and commit a checkpoint. Collective."""
         started = time.monotonic()
         write = partial(files.write_items, self.store, name, self.ranks.rank, plan.files, resolve, self.on_progress)
-        with self._unless_taken_over():
-            self.ranks.from_rank_0(partial(check_lease, self.store, self.start))  # again before the commit
-            written = self.ranks.together(write)
-            gathered = self.ranks.gather_object(written) or []
-            self.ranks.from_rank_0(lambda: self._commit(name, plan, gathered, facts))
+        self.ranks.from_rank_0(partial(check_lease, self.store, self.start))  # again before the commit
+        written = self.ranks.together(write)
+        gathered = self.ranks.gather_object(written) or []
+        self.ranks.from_rank_0(lambda: self._commit(name, plan, gathered, facts))
         if self.ranks.is_coordinator:
             with suppress(OSError):  # the disk may be full; the checkpoint is safe anyway
                 write_atomically(self.run_folder / SAVED, join(self.store.url, name).encode())
@@ -365,20 +354,10 @@ class CheckpointManager:
         check_lease(self.store, self.start)
         commit(self.store, name, plan.metadata, written, facts)
 
-    @contextmanager
-    def _unless_taken_over(self) -> Iterator[None]:
-        """Raise TakenOverError in place of an error that a later start may have caused. Collective, as those are."""
-        try:
-            yield
-        except TitaniteError:
-            with suppress(StoreError):
-                self.ranks.from_rank_0(partial(check_lease, self.store, self.start))
-            raise
-
-    def _tidy(self, name: str) -> None:
-        """Remove older checkpoints after a commit, for which training need not wait."""
+    def _tidy(self, newest: str, **when: bool) -> None:
+        """Remove older checkpoints than `newest`, for which training need not wait after a commit."""
         if self.ranks.is_coordinator:
-            self.retention.tidy(name)
+            tidy(self.store, self.settings, self.start, newest, self.damaged, **when)
 
 
 def _lower_priority() -> None:

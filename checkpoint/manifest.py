@@ -9,11 +9,11 @@ import pickle
 import re
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
@@ -27,12 +27,6 @@ METADATA = ".metadata"
 FORMAT_VERSION = 1
 
 Manifest = dict[str, Any]
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class ChecksumError(DamagedError):
-    """Bytes read do not have the checksum that they were written with."""
 
 
 def new_checkpoint_name(step: int) -> str:
@@ -93,33 +87,20 @@ def open_checkpoint(store: Store, name: str) -> Opened:
     return Opened(store, name, manifest, unpickle_metadata(pickled))
 
 
-def checked_twice(read: Callable[P, T]) -> Callable[P, T]:
-    """A decorator: `read` is called again if a checksum differs, since a bit can also flip on the way."""
-
-    def read_twice(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return read(*args, **kwargs)
-        except ChecksumError:
-            return read(*args, **kwargs)
-
-    return read_twice
-
-
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest as stored, with a checksum of itself. Any other bytes count as damaged."""
     encode = partial(json.dumps, indent=1, sort_keys=True)
     return encode({"manifest": manifest, "sha256": sha256(encode(manifest).encode())}).encode()
 
 
-@checked_twice
 def read_encoded(store: Store, file: str) -> Manifest:
-    """Read what `encode_manifest` encoded. Raises ChecksumError for any other bytes."""
+    """Read what `encode_manifest` encoded. Raises DamagedError for any other bytes."""
     content = store.read(file)
     with suppress(ValueError, TypeError, KeyError):
         manifest = json.loads(bytes(content))["manifest"]
         if encode_manifest(manifest) == content:
             return manifest
-    raise ChecksumError(f"{join(store.url, file)}: its checksum differs")
+    raise DamagedError(f"{join(store.url, file)}: its checksum differs")
 
 
 def commit(
@@ -163,13 +144,12 @@ def read_manifest(store: Store, name: str) -> Manifest:
     return manifest
 
 
-@checked_twice
 def read_small(store: Store, name: str, file: str, digest: str) -> bytes:
     """Read a small file of checkpoint `name`. Raises DamagedError if its SHA-256 is not `digest`."""
     path = path_of(name, file)
     content = bytes(store.read(path))
     if sha256(content) != digest:
-        raise ChecksumError(f"{join(store.url, path)}: its checksum differs")
+        raise DamagedError(f"{join(store.url, path)}: its checksum differs")
     return content
 
 

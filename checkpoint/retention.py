@@ -2,13 +2,12 @@
 
 import logging
 import shutil
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Set
 
 from checkpoint.lease import Start, check_lease
-from checkpoint.manifest import MANIFEST, begun, finished, is_checkpoint_name, step_of
+from checkpoint.manifest import MANIFEST, begun, finished, step_of
 from config import Checkpoint, ConfigError
-from storage import DamagedError, LocalStore, S3Store, Store, StoreError
+from storage import DamagedError, LocalStore, Store, StoreError
 
 logger = logging.getLogger(__name__)
 
@@ -29,76 +28,52 @@ def check_room(store: LocalStore, settings: Checkpoint, checkpoint_bytes: int) -
         )
 
 
-class Retention:
-    """What a run keeps in its place. It removes only what it found at its start or has saved since. For rank 0."""
+def tidy(
+    store: Store,
+    settings: Checkpoint,
+    start: Start,
+    newest: str,
+    damaged: Set[str],
+    at_start: bool = False,
+    others_may_write: bool = False,
+) -> None:
+    """Remove all but `newest`, the `keep` newest and every `keep_every`-th step's, and what killed saves have left.
 
-    def __init__(self, store: Store, settings: Checkpoint, start: Start) -> None:
-        self.store = store
-        self.settings = settings
-        self.this_start = start
-        self.own = set[str]()
-        self.damaged = set[str]()  # found while loading; removed after the next commit
-        self.leftovers: set[str] | None = None  # of saves that were not committed; None: removed
-
-    def start(self, resumed: str, damaged: set[str], others_may_write: bool) -> None:
-        """Remove what killed saves have left, and more checkpoints than are kept, before this start's first save.
-
-        If another start may still write to what was left, that stays until a commit.
-        """
-        self.damaged = damaged
-        with _warned("what killed saves have left stays, and takes room"):
-            sizes = self.store.sizes()
-            self.own = {*finished(sizes)}  # whose they are was just asked
-            for name in {*begun(sizes)} - self.own:
-                with suppress(DamagedError):
-                    self.store.read(f"{name}/{MANIFEST}")  # a listing may lag
-                    self.own.add(name)
-            self.leftovers = {*begun(sizes)} - self.own
-            self._remove(self._superfluous(self.own - damaged, resumed), sizes)
-            if not others_may_write:
-                self._remove_leftovers(sizes)
-
-    def tidy(self, saved: str) -> None:
-        """Remove what is not kept, now that `saved` is committed."""
-        self.own.add(saved)
-        with _warned("old checkpoints could not be removed"):
-            sizes = self.store.sizes()
-            names = {*finished(sizes), saved} & self.own - self.damaged
-            self._remove(self._superfluous(names, saved) | self.damaged, sizes)
-            self._remove_leftovers(sizes)
-
-    def _remove_leftovers(self, sizes: Collection[str]) -> None:
-        """Remove what was begun before this start and not committed, unfinished uploads included. Once."""
-        if self.leftovers is None:
-            return
-        self._remove(self.leftovers - {*finished(sizes)}, sizes)
-        self.leftovers = None
-        if isinstance(self.store, S3Store):
-            with _warned("unfinished uploads of killed saves could not be removed, and may take room"):
-                self.store.abort_uploads(lambda file: is_checkpoint_name(file.partition("/")[0]))
-
-    def _superfluous(self, names: set[str], saved: str) -> set[str]:
-        """All but `saved`, the `keep` newest (0: keep all) and every `keep_every`-th step's."""
-        old = sorted(names - {saved}, reverse=True)[max(0, self.settings.keep - 1) :]
-        return {name for name in old if not _is_kept_for_ever(name, self.settings)}
-
-    def _remove(self, names: Collection[str], sizes: Collection[str]) -> None:
-        """Remove those of these checkpoints that are in a listing, each manifest first, so that no half looks whole."""
-        if names:
-            check_lease(self.store, self.this_start)  # a later start may need them
-        for name in begun(sizes):
-            if name in names:
-                files = [file for file in sizes if file.startswith(f"{name}/")]
-                self.store.remove(sorted(files, key=lambda file: not file.endswith(f"/{MANIFEST}")))
-
-
-@contextmanager
-def _warned(consequence: str) -> Iterator[None]:
-    """Log an error inside, which must not end the run."""
+    For rank 0, while it saves nothing. `damaged` ones do not count; they go, too, but not `at_start`, before another
+    is committed. What was not committed stays if `others_may_write` it. An error ends no run: it is logged.
+    """
     try:
-        yield
+        sizes = store.sizes()
+        check_lease(store, start)  # after the listing, in which nothing of a later start can then be
+        whole = {name for name in begun(sizes) if _is_committed(store, name, sizes)}
+        old = sorted(whole - damaged - {newest}, reverse=True)[max(0, settings.keep - 1) :]
+        going = {name for name in old if not _is_kept_for_ever(name, settings)}
+        if not at_start:
+            going |= damaged
+        if not others_may_write:
+            going |= {*begun(sizes)} - whole - {newest}
+        _remove(store, going, sizes)
     except (StoreError, ConfigError) as error:
-        logger.warning(f"{consequence}: {error}")
+        logger.warning(f"old checkpoints could not be removed: {error}")
+
+
+def _is_committed(store: Store, name: str, sizes: Collection[str]) -> bool:
+    """Whether a checkpoint has a manifest, which a listing may not show yet."""
+    file = f"{name}/{MANIFEST}"
+    if file in sizes:
+        return True
+    try:
+        store.read(file)
+    except DamagedError:
+        return False
+    return True
+
+
+def _remove(store: Store, names: Set[str], sizes: Collection[str]) -> None:
+    """Remove those of these checkpoints that are in a listing, each manifest first, so that no half looks whole."""
+    for name in sorted(names):
+        files = [file for file in sizes if file.startswith(f"{name}/")]
+        store.remove(sorted(files, key=lambda file: not file.endswith(f"/{MANIFEST}")))
 
 
 def _is_kept_for_ever(name: str, settings: Checkpoint) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from config import Config, ConfigError, Failures, TitaniteError, file_errors
 from run.processes import LaunchEnvironment, from_rank_0
-from storage.records import open_records, read_edited
+from storage.records import open_records, read_records
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,10 @@ class BadSteps:
         """The steps of each record."""
         if not self.saves:
             return []
-        return read_edited(self.file, "first and last", lambda record: range(record["first"], record["last"] + 1))
+        try:
+            return [range(record["first"], record["last"] + 1) for record in read_records(self.file)]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self.file}: each line must be an object with first and last: {error!r}") from None
 
     def accepts(self, step: int, loss: Tensor, grad_norm: Tensor) -> bool:
         """Whether the update of a step is to be made; the same on all ranks. Waits for the device if it has to judge.

@@ -101,17 +101,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     *lines, last = path.read_bytes().split(b"\n")
     if last and _is_whole(last):
         lines.append(last)
-    return [json.loads(line) for line in lines]
-
-
-def read_edited(file: Path, needed: str, record_of: Callable[[Any], T]) -> list[T]:
-    """As `read_lines`, of records that people edit: without blank lines and a cut last one; [] if there is no file."""
-    if not file.is_file():
-        return []
-    *lines, last = file.read_bytes().split(b"\n")
-    if _is_whole(last):
-        lines.append(last)
-    return [_parse(file, number, line, needed, record_of) for number, line in enumerate(lines, start=1) if line.strip()]
+    return [json.loads(line) for line in lines if line.strip()]
 
 
 def read_lines(file: Path, needed: str, record_of: Callable[[Any], T]) -> list[T]:
@@ -119,17 +109,12 @@ def read_lines(file: Path, needed: str, record_of: Callable[[Any], T]) -> list[T
     records = []
     with file_errors(), file.open("rb") as lines:  # as bytes, since JSON may hold other line ends
         for number, line in enumerate(lines, start=1):
-            records.append(_parse(file, number, line, needed, record_of))
+            try:
+                records.append(record_of(json.loads(line)))
+            except TitaniteError as error:
+                raise ConfigError(f"{file}, line {number}: {error}") from None
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(f"{file}, line {number}: must be an object with {needed}: {error!r}") from None
     if not records:
         raise ConfigError(f"{file}: holds no line")
     return records
-
-
-def _parse(file: Path, number: int, line: bytes, needed: str, record_of: Callable[[Any], T]) -> T:
-    """`record_of` the JSON of a line. Raises ConfigError that names it."""
-    try:
-        return record_of(json.loads(line))
-    except TitaniteError as error:
-        raise ConfigError(f"{file}, line {number}: {error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{file}, line {number}: must be an object with {needed}: {error!r}") from None

@@ -34,7 +34,7 @@ BOTOCORE_ERRORS = (aws.HTTPClientError, aws.ConnectionError, aws.CredentialRetri
 PASSING_ERRORS = (*BOTOCORE_ERRORS, OSError, HTTPException, ValueError, KeyError)
 PASSING_CODES = ("RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch", "InvalidIdentityToken")
 PASSING_STATUSES = (404, 408, 409, 429, 499, 500, *range(502, 600))
-CLEANING = ("delete_object", "abort_multipart_upload", "list_multipart_uploads")  # tried once: training must not wait
+CLEANING = ("delete_object", "abort_multipart_upload")  # tried once: training must not wait
 # First word of a request → the field that its answer must have. A page without it, even an empty one, is a proxy's.
 FIELDS = {"put": "ETag", "upload": "ETag", "complete": "ETag", "create": "UploadId", "list": "IsTruncated"}
 HINTS = {  # pattern in the text of an error → what to do about it
@@ -166,13 +166,6 @@ class S3Store:
         with ThreadPoolExecutor(8) as threads:
             list(threads.map(delete, names[1:]))
 
-    def abort_uploads(self, belongs: Callable[[str], bool]) -> None:
-        """Drop unfinished uploads, which nothing else shows, of files that `belongs` accepts; at most 1,000 at once."""
-        for upload in self._call("list_multipart_uploads", "").get("Uploads", ()):
-            name = upload["Key"].removeprefix(self.prefix)
-            if belongs(name):
-                self._call("abort_multipart_upload", name, UploadId=upload["UploadId"])
-
     def _call(self, method: str, name: str, receive: Callable[..., Any] = dict, **arguments: Any) -> Any:
         """Make a request on an object or a listing and `receive` its answer, both again while that may help."""
         verb = method.partition("_")[0]
@@ -182,7 +175,7 @@ class S3Store:
 
         def attempt() -> Any:
             try:
-                return self._with_fresh_credentials(lambda: receive(self._request(method, verb, arguments)))
+                return receive(self._request(method, verb, arguments))
             except (*PASSING_ERRORS, aws.ClientError, aws.BotoCoreError, RecursionError) as error:
                 reason = explain(error, join(self.url, name))
             if isinstance(reason, MissingError) and verb in ("delete", "abort"):
@@ -190,16 +183,6 @@ class S3Store:
             raise reason
 
         return retry(attempt, retry_seconds)
-
-    def _with_fresh_credentials(self, ask: Callable[[], Any]) -> Any:
-        """What `ask` returns, once more with a new client if the credentials of this one have expired."""
-        try:
-            return ask()
-        except aws.ClientError as error:
-            if not re.search("ExpiredToken|InvalidAccessKeyId", str(error)):
-                raise
-        self.client = None
-        return ask()
 
     def _request(self, method: str, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
         """Ask once. Raises ConnectionError for an answer that is none of the store's."""

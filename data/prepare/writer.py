@@ -4,7 +4,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ import pyarrow as pa
 from isal import isal_zlib
 
 from config import file_errors
-from data.prepare.output import BLOCKS, MANIFEST, PARTS, PLAN, SHARDS, Output, is_own
+from data.prepare.output import BLOCKS, MANIFEST, PARTS, PLAN, Output, is_own
 from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, seal, token_schema
 from data.tokenizer import Tokenizer
-from storage import S3Store, StoreError
+from storage import S3Store
 
 LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
 NEW = ".new"  # folder in which a dataset is made that is to replace a finished one
@@ -83,8 +82,6 @@ def remove_parts(output: Output) -> None:
     store.remove([PLAN])
     if isinstance(store, S3Store):
         store.remove(list(store.sizes(PARTS)))
-        with suppress(StoreError):  # some stores do not list them
-            store.abort_uploads(lambda name: bool(SHARDS.fullmatch(name)) or name.startswith(f"{PARTS}/"))
     elif (store.folder / PARTS).exists():
         shutil.rmtree(store.folder / PARTS)
 

@@ -147,17 +147,16 @@ def test_replicas_are_written_once(tmp_path):
     assert max(values) < 1.1 * min(values), "nor are all by one"
 
 
-@pytest.mark.parametrize(("wrote", "before", "ranks", "mesh"), [(1, (), 2, (2,)), (2, (2,), 2, (2,))])
-def test_a_weight_may_have_its_first_gradient_after_a_save(tmp_path, wrote, before, ranks, mesh):
+def test_a_weight_may_have_its_first_gradient_after_a_save(tmp_path):
     """It has no state in the checkpoint, so it has none after a load, be it by a resume or a return within a start."""
-    written = run_ranks(wrote, train_bias_late, str(tmp_path), before, 0)
-    read = run_ranks(ranks, train_bias_late, str(tmp_path), mesh, 2)
-    for (saved, expected), (loaded, resumed) in zip(written * ranks, read * wrote, strict=True):
+    written = run_ranks(2, train_bias_late, str(tmp_path), (2,), 0)
+    read = run_ranks(2, train_bias_late, str(tmp_path), (2,), 2)
+    for (saved, expected), (loaded, resumed) in zip(written, read, strict=True):
         assert "head.weight.exp_avg" in saved
         assert "head.bias.exp_avg" not in saved
         assert same(loaded, saved, but=["random"]) == []
         assert expected["head.bias.step"] == resumed["head.bias.step"] == 2
-        assert before != mesh or same(resumed, expected, but=["random"]) == []
+        assert same(resumed, expected, but=["random"]) == []
 
 
 def train_bias_late(folder, mesh, first):

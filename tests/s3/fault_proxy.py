@@ -2,7 +2,7 @@
 
 What it can do, by rule, to the requests that match an operation and a key:
 
-    503, 501, 500, 409, 403, expired   answered so, without reaching the server
+    503, 500, 409, 403   answered so, without reaching the server
     404, empty      as by a proxy that does not reach the server: 404 without XML, 200 without a body
     reset           the connection is cut before the server sees the request
     reset_after     the server has done it, the connection is cut before the answer
@@ -34,11 +34,9 @@ CONTROL = "/__control"
 ERROR = "<?xml version='1.0'?><Error><Code>{0}</Code><Message>injected {0}</Message></Error>"
 ANSWERS = {  # fault → status and body
     "503": (503, ERROR.format("SlowDown")),
-    "501": (501, ERROR.format("NotImplemented")),
     "500": (500, ERROR.format("InternalError")),
     "409": (409, ERROR.format("OperationAborted")),
     "403": (403, ERROR.format("AccessDenied")),
-    "expired": (400, ERROR.format("ExpiredToken")),
     "complete_error": (200, ERROR.format("InternalError")),
     "404": (404, "404 page not found"),
     "empty": (200, ""),
@@ -187,8 +185,6 @@ def _operation(method: str, url: str) -> tuple[str, str]:
     path, _, query = url.partition("?")
     path = unquote(path).lstrip("/")
     if "/" not in path.rstrip("/"):
-        if method == "GET" and re.match(r"uploads\b", query):
-            return "list_uploads", path
         return "list" if method == "GET" else f"{method.lower()}_bucket", path
     if "uploadId=" in query:
         kinds = {"PUT": "upload_part", "POST": "complete_multipart", "DELETE": "abort_multipart"}

@@ -73,10 +73,10 @@ def test_passing_faults_are_survived(bucket, proxy):
     """About half of the requests fail, in bursts of two; the result is as if none had."""
     straight = Run(bucket + "/straight", interval=100)
     straight.train(0, 3)
-    faults = {"flip": "get", "cut": "get|list", "empty": "put|get", "reset_after": "put|get|list|delete"}
+    faults = {"cut": "get|list", "empty": "put|get", "reset_after": "put|get|list|delete"}
     faults |= dict.fromkeys(("503", "500", "404", "409", "reset"), ".*")
     for number, (fault, operation) in enumerate(faults.items()):
-        proxy.fault(fault, operation, skip=2 * number, times=1 if fault == "flip" else 2)
+        proxy.fault(fault, operation, skip=2 * number, times=2)
     run = Run(bucket + "/run", **WAITS)
     run.train(0, 2)
     resumed = Run(bucket + "/run", seed=3, **WAITS)
@@ -86,10 +86,9 @@ def test_passing_faults_are_survived(bucket, proxy):
     assert [fault for fault in faults if not proxy.counts()[f"fault:{fault}"]] == []
 
 
-@pytest.mark.parametrize("fault", ["503", "404"])
-def test_a_store_that_cannot_be_reached_is_no_reason_to_fall_back(two_steps, proxy, fault):
+def test_a_store_that_cannot_be_reached_is_no_reason_to_fall_back(two_steps, proxy):
     """Falling back is for damage: an outage must not cost steps."""
-    proxy.fault(fault, "get", key="distcp")
+    proxy.fault("404", "get", key="distcp")
     with pytest.raises(OutageError, match="tried for"):
         Run(two_steps, **IMPATIENT).checkpoint.load()
     proxy.reset()
@@ -115,25 +114,6 @@ def test_a_lost_answer_to_the_commit_is_harmless(bucket, proxy):
     assert torch.equal(resumed.model.head.weight, run.model.head.weight)
 
 
-def test_leftovers_of_killed_saves_go_after_the_first_commit_on_another_machine(two_steps, proxy, monkeypatch):
-    """The start before may still run. On the same machine: test_checkpoint_lease.py."""
-    Run(two_steps, **WAITS).checkpoint.load()
-    store = store_at(two_steps)
-    store.put("step-00000009-0123456789ab/__0_0.distcp", b"begun")
-    store.client.create_multipart_upload(Bucket=store.bucket, Key="step-00000001-0123456789ab/x")
-
-    def left():
-        uploads = store.client.list_multipart_uploads(Bucket=store.bucket).get("Uploads", [])
-        return len(uploads), len(store.sizes("step-00000009-0123456789ab"))
-
-    monkeypatch.setattr("socket.gethostname", lambda: "another")
-    run = Run(two_steps, **WAITS)
-    assert run.checkpoint.load() == 2
-    assert left() == (1, 1)
-    run.train(2, 3)
-    assert left() == (0, 0)
-
-
 def test_removal_takes_the_manifest_first_and_its_failure_stops_no_run(two_steps, proxy, caplog):
     proxy.fault("403", "delete", skip=1)
     run = Run(two_steps, **WAITS)
@@ -143,14 +123,3 @@ def test_removal_takes_the_manifest_first_and_its_failure_stops_no_run(two_steps
     assert steps_in(two_steps) == [3, 2]
     left = {name.partition("/")[0] for name in store_at(two_steps).sizes()} - {".lease"}
     assert len(left) == 3
-
-
-def test_a_store_that_lists_no_uploads_says_so_once(two_steps, proxy, caplog):
-    """Old checkpoints are removed all the same."""
-    proxy.fault("403", "list_uploads")
-    run = Run(two_steps, **WAITS)
-    run.checkpoint.load()
-    run.train(2, 5)
-    assert caplog.text.count("unfinished uploads") == 1
-    assert "old checkpoints could not be removed" not in caplog.text
-    assert steps_in(two_steps) == [5, 4]
