@@ -22,7 +22,6 @@ from optim import check_optim, summarize_groups
 from parallel.device import check_compiler, choose_param_dtype, device_type
 from parallel.mesh import ParallelDims
 from run.failures import check_failures
-from run.folder import check_run_folder
 from run.processes import LaunchEnvironment
 from run.profiling import check_profiling
 from validate import check_sample
@@ -95,4 +94,3 @@ def check_opened(config: Config, data: DataLoader, spec: ModelSpec, flavor: obje
     check_settings(config)
     check_sample(config, data.tokenizer)
     spec.check_parallelism(flavor, config)
-    check_run_folder(config, identity)

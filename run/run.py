@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint.lease import RUN_ID
-from checkpoint.loading import locate
-from checkpoint.manifest import step_of
 from config import Config, ConfigError, TitaniteError, file_errors, value_text
 from data.loader import Batch, DataLoader
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Compute
 from parallel.ranks import Ranks
-from run.exits import AGAIN, EXPLAINED, MISTAKE, SHUTDOWN, shutdown_seconds
+from run.exits import AGAIN, EXPLAINED, MISTAKE
 from run.failures import RolledBackError
 from run.folder import note_start, record_config, resume_command, start_run
 from run.processes import (
@@ -47,7 +44,6 @@ from storage import OutageError
 
 logger = logging.getLogger(__name__)
 
-SILENT_SECONDS = 60.0  # of the first step, until a line says what takes so long
 GC_INTERVAL_STEPS = 50  # between two collections of garbage, on all ranks together
 SPEAKER_TIMEOUT_SECONDS = 20  # for ranks to wait until they are ended, while local rank 0 says what is wrong
 
@@ -136,7 +132,7 @@ class TrainingRun:
         for key, (old, new) in changed.items():
             logger.info(f"resume: {key} was {value_text(old)}, is now {value_text(new)}")
         logger.info(f"run folder {self.folder}  {environment.world_size} x {self.device.type}  {self.dims}")
-        self.stop = self._contexts.enter_context(StopRequest(self.folder, environment, self._announce_late))
+        self.stop = self._contexts.enter_context(StopRequest(self.folder, environment))
         self.asked_to_stop = self.stop.agreed
         if environment.local_rank == 0:
             note_start(self.folder)  # before any rank can write exit.json: to build the watchdog all ranks meet
@@ -162,14 +158,6 @@ class TrainingRun:
             self._unwritten = self._unwritten or error
             self.stop.asked_by = self.stop.asked_by or str(error)
 
-    def _announce_late(self) -> None:
-        """Record a request to stop for which torchrun will not wait, before it kills this rank."""
-        stop = self.stop
-        late = f"the step takes longer than the {shutdown_seconds():g} s for which torchrun waits ({SHUTDOWN})"
-        end = End("stopped", f"stopped by {stop.asked_by}, but {late}", None, stop.asks_again)
-        self.watchdog.announce(self.watchdog.find_lost(0) or end)
-        logger.warning(f"{end.cause}: what came after checkpoint {self.watchdog.last_checkpoint} is lost")
-
     def start_steps(self, step: int, ranks: Ranks) -> None:
         """Say that the loop begins after `step`. From here on a request to stop is answered after a step.
 
@@ -179,7 +167,6 @@ class TrainingRun:
         rank = self.environment.rank
         self._ranks = ranks
         self.watchdog.step = step
-        self.watchdog.trains = True
         self.watchdog.last_checkpoint = step or None
         if rank == 0:
             record_config(self.folder, config)
@@ -189,18 +176,10 @@ class TrainingRun:
         self._trace = self._contexts.enter_context(
             profile(config.profiling, self.folder / "profile", rank, step, self.writing)
         )
-        self._silence = threading.Timer(SILENT_SECONDS, self._say_where)
-        self._silence.start()
-        self._contexts.callback(self._silence.cancel)
+        if config.compile.enable:
+            file = shlex.quote(str(self.folder / "stop"))
+            logger.info(f"the first step compiles, which may take minutes; to stop: touch {file}, or Ctrl-C twice")
         gc.disable()  # a collection on one rank stalls all the others, so all collect at the same steps
-
-    def _say_where(self) -> None:
-        where = self.watchdog.current
-        if self.config.compile.enable:
-            where += ", and the first step compiles"
-        file = shlex.quote(str(self.folder / "stop"))
-        stop = f"to stop: touch {file} (after this step), or Ctrl-C until it ends (at once)"
-        logger.info(f"step {self.watchdog.step}: {SILENT_SECONDS:g} s so far, now in {where}; {stop}")
 
     def saved(self, step: int) -> None:
         """Note the checkpoint of a step, in any thread."""
@@ -242,7 +221,6 @@ class TrainingRun:
     def _end_start(self, timeout_seconds: int) -> None:
         """After the first computed step: shorter timeouts, less garbage to collect."""
         self.starting = False
-        self._silence.cancel()
         gc.collect()
         gc.freeze()  # all long-lived objects exist: later collections leave them out
         with self.watchdog.section("start"):
@@ -255,10 +233,9 @@ class TrainingRun:
         self.watchdog.enter("end", step)
         self._trace()
 
-    def close(self, step: int, summary: str, decay_start: int = 0) -> None:
+    def close(self, step: int, summary: str) -> None:
         """Record that the run ended as it should, and say what to do with it.
 
-        `decay_start`: the step after which the rate falls, to train on from before it.
         Exits with AGAIN if only other nodes were asked to stop. Raises TitaniteError on all ranks if one could not
         write a file.
         """
@@ -272,7 +249,7 @@ class TrainingRun:
             self.watchdog.announce(end)
         logger.info(f"{end.cause}: step {step} of {steps}, run folder {self.folder}")
         if step == steps:
-            self._say_what_next(summary, decay_start)
+            self._say_what_next(summary)
         else:
             logger.info(f"  go on:       {self._resume}")
         dist.barrier()  # when a rank leaves with AGAIN, torchrun ends the others: let rank 0 record the end first
@@ -283,15 +260,7 @@ class TrainingRun:
     def _resume(self) -> str:
         return resume_command(self.folder, self.environment.local_world_size)
 
-    def _find_trunk(self, decay_start: int) -> int:
-        """The step of the last checkpoint up to `decay_start`; 0 without one."""
-        found = []
-        if decay_start:
-            with contextlib.suppress(TitaniteError):  # the run is done, whatever its store says now
-                found = [step_of(name) for _, name in locate(self.folder)]
-        return max([step for step in found if step <= decay_start], default=0)
-
-    def _say_what_next(self, summary: str, decay_start: int) -> None:
+    def _say_what_next(self, summary: str) -> None:
         training = self.config.training
         more = f"steps={2 * training.steps}"
         if training.epochs:
@@ -306,9 +275,7 @@ class TrainingRun:
         logger.info(f"  curves:      {python} -m tools.compare {folder}")
         if self.config.checkpoint.enable:
             logger.info(f"  write text:  {python} generate.py {folder} {ask}")
-            trunk = self._find_trunk(decay_start)
-            train_on = resume_command(self.folder, self.environment.local_world_size, trunk)
-            logger.info(f"  train on:    {train_on} --training.{more}")
+            logger.info(f"  train on:    {self._resume} --training.{more}")
 
     def _check_written(self, step: int) -> None:
         if self._unwritten:

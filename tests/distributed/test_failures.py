@@ -7,11 +7,10 @@ import re
 import shutil
 import signal
 import subprocess
-import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from checkpoint import files
 from checkpoint.manager import CheckpointManager
 from config import ConfigError, Failures, TitaniteError, load_config
 from run.exits import AGAIN
@@ -28,7 +26,7 @@ from run.failures import SIGMA_WINDOW, BadSteps, RolledBackError
 from run.folder import note_start, record_exit
 from run.processes import process_state, shut_down
 from run.stop import StopRequest
-from storage import LocalStore
+from run.watchdog import Watchdog
 from tests.harness import run_ranks
 from tests.runs import final_weights, flat, how_it_ended, launch, read, rows, same, saved_steps
 from tools.audit import prove
@@ -154,21 +152,18 @@ def test_a_restart_judges_by_the_steps_before_it(small: tuple[str, ...], tmp_pat
     (saved,) = tmp_path.glob("checkpoints/step-00000012-*/MANIFEST.json")
     good = json.loads(saved.read_text())["manifest"]["bad_steps"]["good"]
     assert good == [[row["loss"], row["grad_norm"]] for _, row in sorted(rows(tmp_path).items())]
-    guard = BadSteps(Failures(spike_sigmas=6.0), tmp_path, True)
-    guard.load_state_dict({"good": [[2.0 + 0.1 * (-1) ** number, 1.0] for number in range(SIGMA_WINDOW)]})
-    assert guard.find_trouble(torch.tensor(3.0), torch.tensor(1.0)).startswith("loss 3.0000")
 
 
-@pytest.mark.parametrize("line", ['{"first": 10}', "x", '{"first": 1, "last": null}', "[]"])
-def test_skipped_steps_that_a_person_has_edited(line: str, tmp_path: Path) -> None:
-    """A blank line is none, and a last one without an end counts. A mistake is named with file and line."""
+def test_skipped_steps_that_a_person_has_edited(tmp_path: Path) -> None:
+    """A blank line is none, and a last one without an end counts. A mistake is named with its file."""
     file = tmp_path / "skipped.jsonl"
     file.write_text('{"first": 3, "last": 4}\n\n{"first": 7, "last": 7, "cause": "by hand"}')
     guard = BadSteps(Failures(), tmp_path, True)
     assert sorted(step for steps in guard._read() for step in steps) == [3, 4, 7]
-    file.write_text(f'{{"first": 3, "last": 4}}\n{line}\n')
-    with pytest.raises(ConfigError, match=f"{file}, line 2"):
-        guard._read()
+    for line in ('{"first": 10}', "x", '{"first": 1, "last": null}', "[]"):
+        file.write_text(f"{line}\n")
+        with pytest.raises(ConfigError, match=str(file)):
+            guard._read()
 
 
 def test_spikes_are_measured_by_deviations(tmp_path: Path) -> None:
@@ -241,7 +236,6 @@ def exit_code(arguments: list[str], *signals: signal.Signals) -> Any:
     [
         (12, [signal.SIGTERM], [AGAIN, 0], 3),  # the vote cast after step 2 is read after step 3
         (2, [signal.SIGTERM], [0, 0], 2),
-        (12, [signal.SIGINT, signal.SIGTERM], [0, 0], 3),  # as torchrun sends of a Ctrl-C that comes twice
     ],
 )
 def test_a_node_that_is_taken_does_not_end_the_run_on_the_others(
@@ -339,67 +333,25 @@ def test_a_run_folder_that_is_moved_ends_the_run(small: tuple[str, ...], tmp_pat
 # ---------------------------------------------------------------- slow, and yet no hang
 
 
-class Clock:
-    """The watchdog's clock, which moves only when it is told to."""
+def movements(arguments: list[str]) -> Counter[str]:
+    """How often something moved in each section of a run, as its watchdog was told."""
+    moved: Counter[str] = Counter()
+    alive = Watchdog.alive
 
-    def __init__(self) -> None:
-        self.now, self.looks, self.looked = 0.0, 0, threading.Condition()
+    def count(watchdog: Watchdog) -> None:
+        moved[watchdog.current] += 1
+        alive(watchdog)
 
-    def monotonic(self) -> float:
-        if threading.current_thread().name == "watchdog":
-            with self.looked:
-                self.looks += 1
-                self.looked.notify_all()
-        return self.now
-
-    def advance(self, seconds: float) -> None:
-        """Return once the watchdog's thread has seen it and has let this rank live."""
-        with self.looked:
-            self.now += seconds
-            seen = self.looks + 2  # when it looks again, it has judged
-            assert self.looked.wait_for(lambda: self.looks >= seen, 60)
+    with mock.patch.object(Watchdog, "alive", count):
+        run(arguments)
+    return moved
 
 
-def be_slow(arguments: list[str], seconds: float, *rest: Any) -> str:
-    """`run` under the watchdog, where each read of a checkpoint takes `seconds` by its clock."""
-    os.environ["TORCHELASTIC_RUN_ID"] = "job"  # without torchrun the watchdog ends nothing
-    clock = Clock()
-    read = LocalStore.read
-
-    def read_slowly(store: LocalStore, name: str, *rest: Any) -> Any:
-        if name.endswith(".distcp"):
-            clock.advance(seconds)
-        return read(store, name, *rest)
-
-    own_clock = SimpleNamespace(monotonic=clock.monotonic, sleep=time.sleep)
-    with (
-        mock.patch.multiple("run.watchdog", POLL_SECONDS=0.01, time=own_clock),
-        mock.patch.multiple(LocalStore, read=read_slowly),
-        mock.patch.multiple(files, RANGE_BYTES=1),
-    ):
-        return run(arguments, *rest)
-
-
-# Of the clock above: more than 80 % of what a step may take, less than 80 % of what a checkpoint may.
-LIMITS = ("--comm.init_timeout_seconds=600", "--comm.train_timeout_seconds=600", "--checkpoint.timeout_seconds=1800")
-SLOW, HUNG = 700.0, 1500.0
-
-
-@pytest.mark.parametrize("how", ["resume", "initial_load"])
-def test_a_load_may_take_long_as_long_as_it_moves(how: str, small: tuple[str, ...], tmp_path: Path) -> None:
-    first = folder = tmp_path / "first"
-    launch(1, first, [*small, "--training.steps=2"])
-    words = [*small, *LIMITS, "--training.steps=4"]
-    if how == "initial_load":
-        folder = tmp_path / "second"
-        words += [f"--checkpoint.initial_load={first}"]
-    with pytest.raises(AssertionError, match="rank 0 ended with 75"):
-        launch(1, folder, words, HUNG, function=be_slow)
-    ended = how_it_ended(folder)
-    assert (ended["kind"], ended["section"], ended["start_again"]) == ("hung", "load", True)
-    assert re.match(r"hung: rank 0 .* is stuck; its stack: checkpoint/.*wait", ended["cause"])
-    assert launch(1, folder, words, SLOW, (), 3, function=be_slow) == ["crash"]
-    assert how_it_ended(folder)["last_checkpoint"] == (2 if how == "resume" else None)
+def test_a_load_and_a_save_may_take_long_as_long_as_they_move(small: tuple[str, ...], tmp_path: Path) -> None:
+    launch(1, tmp_path, [*small, "--training.steps=2"])
+    (moved,) = launch(1, tmp_path, [*small, "--training.steps=4"], function=movements)
+    assert moved["load"] > 20
+    assert moved["checkpoint"] > 20
 
 
 # ---------------------------------------------------------------- launch/node.sh
@@ -422,27 +374,20 @@ def misbehave(module, *rest):
             ctypes.CDLL(None).pthread_mutex_lock(lock)
     if os.environ["HOW"] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if os.environ["HOW"] == "slow":  # a step that lasts longer than torchrun waits after a person's Ctrl-C
-        os.kill(os.getppid(), signal.SIGINT)
-        while True:
-            signal.pause()
     raise TitaniteError("a mistake of rank 1")
 
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["HOW"] != "sound":
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     nn.modules.module.register_module_forward_hook(misbehave)
 run_and_leave(train.main)
 """
 
 
-def start_node(
-    folder: Path, ranks: int, how: str, *words: str, restarts: int = 0, shutdown: int = 30
-) -> tuple[int, str]:
+def start_node(folder: Path, ranks: int, how: str, *words: str, restarts: int = 0) -> tuple[int, str]:
     """What launch/node.sh ends with and prints, for a run in folder/run whose last rank ends as `how` says."""
     (folder / "rank.py").write_text(RANK)
     torchrun = ("--nnodes=1", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
     command = ["launch/node.sh", folder / "run", *torchrun, f"--max-restarts={restarts}", folder / "rank.py", *words]
-    bad = {"HOW": how, "BAD_RANK": str(ranks - 1)}
-    environment = os.environ | bad | {"PYTHONPATH": ".", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(shutdown)}
+    environment = os.environ | {"HOW": how, "BAD_RANK": str(ranks - 1), "PYTHONPATH": "."}
     ended = subprocess.run(command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE)
     return ended.returncode, ended.stderr
 
@@ -468,21 +413,6 @@ def test_a_rank_that_waits_in_a_driver_leaves_the_last_word_to_another(small: tu
     assert "error (rank 1): a mistake of rank 1\n" in printed
     assert "was lost" not in printed
     assert "Unable to shutdown process" not in printed
-
-
-def test_a_stop_that_comes_too_late_to_save_is_recorded_as_a_persons(small: tuple[str, ...], tmp_path: Path) -> None:
-    code, printed = start_node(tmp_path, 1, "slow", *small, shutdown=6)
-    record = how_it_ended(tmp_path / "run")
-    assert (code, record["kind"], record["start_again"]) == (0, "stopped", False)
-    assert "SIGINT" in record["cause"]
-    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in printed
-
-
-def test_slow_steps_are_a_warning_where_torchrun_does_not_wait_so_long(small: tuple[str, ...], tmp_path: Path) -> None:
-    """Here it waits not at all."""
-    code, printed = start_node(tmp_path, 1, "sound", *small, "--training.steps=4", shutdown=0)
-    assert code == 0
-    assert printed.count("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=") == 1
 
 
 def test_a_node_whose_ranks_are_all_killed_starts_again_until_that_leads_nowhere(
