@@ -9,7 +9,6 @@ import resource
 import secrets
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -214,7 +213,7 @@ def _open_board(config: Config, folder: Path, first_step: int) -> Any:
 
 @dataclasses.dataclass
 class MetricsLogger:
-    """Writes rows on rank 0 and measures the time between them. `writing(file)` surrounds each write."""
+    """Writes rows on rank 0 and measures the time between them."""
 
     config: Config
     folder: Path  # of the run
@@ -222,7 +221,6 @@ class MetricsLogger:
     world_size: int
     device: torch.device
     first_step: int
-    writing: Callable[[object], AbstractContextManager[None]] = file_errors
 
     def __post_init__(self) -> None:
         self.steps = self.config.training.steps
@@ -382,10 +380,10 @@ class MetricsLogger:
         row = dict.fromkeys(FIELDS) | row | {"time": time.time()}
         self.last = row
         if self.file:
-            with self.writing(self.file.name):
+            with file_errors(self.file.name):
                 append_record(self.file, row)
         if self.board:
-            with self.writing(self.board.log_dir):
+            with file_errors(self.board.log_dir):
                 for name, value in grouped(row).items():
                     self.board.add_scalar(name, value, row["step"])
                 self.board.flush()
@@ -402,10 +400,10 @@ class MetricsLogger:
     def close(self) -> None:
         """Flush and close the files and trackers."""
         if self.file:
-            with self.writing(self.file.name):
+            with file_errors(self.file.name):
                 self.file.close()
         if self.board:
-            with self.writing(self.board.log_dir):
+            with file_errors(self.board.log_dir):
                 self.board.close()
         for tracker in self.trackers:
             tracker.call(tracker.close)

@@ -53,7 +53,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             logger.info(f"{dims}: if you edited the model, python -m tools.same shows whether it trains alike so split")
         trainer = Trainer(config, model, setup.spec, setup.flavor, dims, run.mesh, run.device, watchdog.alive)
         set_timeout(config.comm.init_timeout_seconds)
-        guard = BadSteps(config.failures, run.folder, config.checkpoint.enable)
+        guard = BadSteps(config.failures, run.folder)
         stateful: dict[str, Stateful] = {"dataloader": data, "bad_steps": guard}
         checkpoint = CheckpointManager(
             config, run.folder, trainer.parts, trainer.optimizer, stateful, setup.identity, trainer.allocate_state,
@@ -64,7 +64,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         trainer.begin()
         guard.start(step, checkpoint.last_saved)
         run.start_steps(step, checkpoint.ranks)
-        metrics = MetricsLogger(config, run.folder, rank, environment.world_size, run.device, step, run.writing)
+        metrics = MetricsLogger(config, run.folder, rank, environment.world_size, run.device, step)
 
         # -- the loop
         while step < steps and not run.asked_to_stop():

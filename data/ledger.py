@@ -7,8 +7,7 @@ tools.audit proves by it what a run was trained on.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,12 +166,13 @@ def saved_position(state: Mapping[str, Any]) -> Position:
 class Ledger:
     """Appends to the file of one rank. Every line is flushed to the operating system at once."""
 
-    def __init__(self, path: Path, start: Mapping[str, Any], writing: Callable[..., AbstractContextManager[None]]):
+    def __init__(self, path: Path, start: Mapping[str, Any]):
         """Record a start, whose position makes void earlier records beyond it."""
         with file_errors(path):  # on nodes other than rank 0's this is the first that is written
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open_records(path)
-        self._writing, self._start, self._id = writing, start, start["id"]
+        self._start = start
+        self._id = start["id"]
         self._write(start)
 
     def begin_phase(self, position: Position, shape: StepShape) -> None:
@@ -185,11 +185,11 @@ class Ledger:
         self._write({"tokens": begin, "crc32": checksum(tokens), "id": self._id})
 
     def close(self) -> None:
-        with self._writing(self._file.name):
+        with file_errors(self._file.name):
             self._file.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        with self._writing(self._file.name):
+        with file_errors(self._file.name):
             append_record(self._file, line)
 
 

@@ -4,9 +4,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from config import Config, ConfigError, file_errors, flatten
+from config import Config, ConfigError, flatten
 from data.ledger import Ledger, build_phases, count_steps, first_position, phase_at, saved_position
 from data.packing import PackedRows
 from data.shards import DataError, Split, check_datasets, content_hash, open_dataset, with_chat_template
@@ -208,14 +207,12 @@ class DataLoader:
         self._stop_prefetch()
         self._position = position
 
-    def open_ledger(
-        self, run_folder: Path, start_id: str, writing: Callable[..., AbstractContextManager[None]] = file_errors
-    ) -> None:
+    def open_ledger(self, run_folder: Path, start_id: str) -> None:
         """Record from here on what this rank is given, in the run's folder. For one rank of each dp_rank."""
         urls = {dataset.hash: dataset.url for dataset in self._datasets}
         self._enter_phase()
         start = {"start": self.state_dict(), "shape": self._phase.shape._asdict(), "urls": urls, "id": start_id}
-        self._ledger = Ledger(run_folder / "data" / f"rank-{self._dp_rank:05}.jsonl", start, writing)
+        self._ledger = Ledger(run_folder / "data" / f"rank-{self._dp_rank:05}.jsonl", start)
 
     def close(self) -> None:
         """Stop reading. Afterwards none of its threads touches a file or the cache."""

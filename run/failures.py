@@ -24,12 +24,15 @@ SIGMA_WINDOW = 128  # good steps whose mean and deviation are taken
 
 
 def check_failures(config: Config, environment: LaunchEnvironment) -> None:
-    """Raises ConfigError if nobody would start the run again after a rollback."""
+    """Raises ConfigError if steps would be left out without checkpoints, or nobody would start a rolled back run."""
     failures = config.failures
-    if failures.on_bad_step == "rollback" and not (config.checkpoint.enable and environment.max_restarts):
+    chosen = f'failures.on_bad_step = "{failures.on_bad_step}"'
+    if failures.on_bad_step != "stop" and not config.checkpoint.enable:
+        raise ConfigError(f"{chosen}: needs checkpoint.enable = true")
+    if failures.on_bad_step == "rollback" and not environment.max_restarts:
         raise ConfigError(
-            'failures.on_bad_step = "rollback": needs checkpoint.enable = true and a torchrun that starts it again, by '
-            "--max-restarts (MAX_RESTARTS of run_llama_train.sh) at least failures.bad_step_budget"
+            f"{chosen}: needs a torchrun that starts the run again, by --max-restarts (MAX_RESTARTS of "
+            "run_llama_train.sh) at least failures.bad_step_budget"
         )
 
 
@@ -40,15 +43,12 @@ class RolledBackError(TitaniteError):
 class BadSteps:
     """The steps whose update is left out, in `skipped.jsonl` of the run's folder. The same on all ranks.
 
-    The data of these steps is consumed as usual. A resume leaves the steps out again, without computing them. A start
-    that writes no checkpoints neither reads nor writes the file.
+    The data of these steps is consumed as usual. A resume leaves the steps out again, without computing them.
     """
 
-    def __init__(self, failures: Failures, folder: Path, saves: bool):
-        """For a start that `saves` checkpoints or not."""
+    def __init__(self, failures: Failures, folder: Path):
         self.settings = failures
         self.file = folder / SKIPPED
-        self.saves = saves
         self.last_saved: Callable[[], int | None] = lambda: None
         self.incidents = 0
         self.skipped = set[int]()
@@ -79,8 +79,6 @@ class BadSteps:
 
     def _read(self) -> list[range]:
         """The steps of each record."""
-        if not self.saves:
-            return []
         try:
             return [range(record["first"], record["last"] + 1) for record in read_records(self.file)]
         except (ValueError, KeyError, TypeError) as error:
@@ -134,7 +132,7 @@ class BadSteps:
             end += f"; failures.bad_step_budget = {budget} is spent: lower optimizer.lr, or allow more"
         if self.incidents > budget or self.settings.on_bad_step == "stop":
             raise TitaniteError(end, agreed=True)
-        if dist.get_rank() == 0 and self.saves:
+        if dist.get_rank() == 0:
             line = json.dumps({"first": first, "last": last, "cause": cause})
             with file_errors(self.file), open_records(self.file) as file:
                 file.write(line + "\n")

@@ -24,8 +24,7 @@ def check_profiling(profiling: settings.Profiling, steps: int) -> None:
 
 @contextlib.contextmanager
 def profile(
-    profiling: settings.Profiling, folder: Path, rank: int, steps_done: int,
-    writing: Callable[[object], contextlib.AbstractContextManager[None]] = file_errors,
+    profiling: settings.Profiling, folder: Path, rank: int, steps_done: int
 ) -> Iterator[Callable[[], None]]:  # fmt: skip
     """A function that the loop must call before each step, and after the last.
 
@@ -39,7 +38,7 @@ def profile(
         if steps_done + trace.step_num <= first:  # the run ended before its first step
             return
         path = folder / f"trace-step{first}-rank{rank}.json.gz"
-        with writing(path):
+        with file_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             trace.export_chrome_trace(str(path))
             logger.info(f"profile: wrote {path}")

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from checkpoint.lease import RUN_ID
-from config import Config, ConfigError, TitaniteError, file_errors, value_text
+from config import Config, ConfigError, TitaniteError, value_text
 from data.loader import Batch, DataLoader
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Compute
@@ -116,7 +116,6 @@ class TrainingRun:
         environment = self.environment
         self.starting = True  # until all is compiled and connected, by a first step
         self._computed = False  # whether this step was, or is one that a resume leaves out
-        self._unwritten: TitaniteError | None = None  # the first file of this rank's that could not be written
         self._ranks = Ranks()  # this one alone, until the checkpoints' group exists
         self._contexts = contextlib.ExitStack()
         torch.manual_seed(config.run.seed)
@@ -148,16 +147,6 @@ class TrainingRun:
         if self._owns_group and error is None:  # after an error other ranks may wait in a collective
             shut_down()
 
-    @contextlib.contextmanager
-    def writing(self, file: object) -> Iterator[None]:
-        """Write `file` inside. If that fails, as on a full disk, all ranks stop after a step, save and raise it."""
-        try:
-            with file_errors(file):
-                yield
-        except TitaniteError as error:
-            self._unwritten = self._unwritten or error
-            self.stop.asked_by = self.stop.asked_by or str(error)
-
     def start_steps(self, step: int, ranks: Ranks) -> None:
         """Say that the loop begins after `step`. From here on a request to stop is answered after a step.
 
@@ -171,11 +160,9 @@ class TrainingRun:
         if rank == 0:
             record_config(self.folder, config)
         if self.dims.is_first_copy(rank):
-            self.data.open_ledger(self.folder, self.this_start.id, self.writing)
+            self.data.open_ledger(self.folder, self.this_start.id)
         self.stop.start(config.comm.init_timeout_seconds)
-        self._trace = self._contexts.enter_context(
-            profile(config.profiling, self.folder / "profile", rank, step, self.writing)
-        )
+        self._trace = self._contexts.enter_context(profile(config.profiling, self.folder / "profile", rank, step))
         if config.compile.enable:
             file = shlex.quote(str(self.folder / "stop"))
             logger.info(f"the first step compiles, which may take minutes; to stop: touch {file}, or Ctrl-C twice")
@@ -236,11 +223,9 @@ class TrainingRun:
     def close(self, step: int, summary: str) -> None:
         """Record that the run ended as it should, and say what to do with it.
 
-        Exits with AGAIN if only other nodes were asked to stop. Raises TitaniteError on all ranks if one could not
-        write a file.
+        Exits with AGAIN if only other nodes were asked to stop.
         """
         steps = self.config.training.steps
-        self._ranks.together(partial(self._check_written, step))
         self._contexts.close()
         end = End("finished", "done", start_again=False)
         if step < steps:
@@ -276,9 +261,3 @@ class TrainingRun:
         if self.config.checkpoint.enable:
             logger.info(f"  write text:  {python} generate.py {folder} {ask}")
             logger.info(f"  train on:    {self._resume} --training.{more}")
-
-    def _check_written(self, step: int) -> None:
-        if self._unwritten:
-            saved = "is saved" if self.config.checkpoint.enable else "was the last"
-            again = f"mend that, then {self._resume}"
-            raise type(self._unwritten)(f"{self._unwritten}; step {step} {saved}: {again}")

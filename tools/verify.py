@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from checkpoint.files import verify_items
 from checkpoint.loading import find
-from checkpoint.manifest import MANIFEST, begun, open_checkpoint, read_manifest, read_small
+from checkpoint.manifest import MANIFEST, Manifest, begun, open_checkpoint, path_of, read_manifest, read_small
 from config import Config, Data, command_line
 from data.files import Files
 from data.shards import DataError, Dataset, Split, open_dataset
@@ -48,29 +48,37 @@ def judge(store: Store, name: str, reads: bool) -> tuple[str, bool]:
 
     One that was never committed is doubtful only if the user named it: beside others it is a usual leftover.
     """
-    sizes, at = store.sizes(name), f"{name}/" if name else ""
+    sizes = store.sizes(name)
+    if path_of(name, MANIFEST) not in sizes:
+        return "never committed, nothing will use it", not name
+    state = "committed"
     try:
-        if f"{at}{MANIFEST}" not in sizes:
-            return "never committed, nothing will use it", not name
         manifest = read_manifest(store, name)
         for file, size in manifest["files"].items():
-            if sizes.get(f"{at}{file}") != size:
-                raise DamagedError(f"{file} has {sizes.get(f'{at}{file}', 'no')} bytes, not {size}")
-        state = "committed"
+            found = sizes.get(path_of(name, file), "no")
+            if found != size:
+                raise DamagedError(f"{file} has {found} bytes, not {size}")
         if reads:
-            for file, digest in manifest.get("companions", {}).items():
-                read_small(store, name, file, digest)
-            opened = open_checkpoint(store, name)
-            total = sum(info.length for info in opened.metadata.storage_data.values())
-            with tqdm(total=total, unit="B", unit_scale=True, desc=name[:13], disable=None, leave=False) as bar:
-                verify_items(opened, bar.update)
-            state = f"intact, {len(opened.metadata.storage_data)} items"
+            state = f"intact, {read_all(store, name, manifest)} items"
     except DamagedError as error:
-        if name and f"{name}/{MANIFEST}" not in store.sizes(name):
+        if name and path_of(name, MANIFEST) not in store.sizes(name):
             return "removed during this check, as a run in training removes its older ones", False
         return f"DAMAGED: {error}", True
-    gigabytes, ranks = sum(manifest["files"].values()) / 1e9, manifest.get("world_size", "?")
+    gigabytes = sum(manifest["files"].values()) / 1e9
+    ranks = manifest.get("world_size", "?")
     return f"{state}, step {manifest['step']}, {gigabytes:.3f} GB by {ranks} ranks, {manifest['created']}", False
+
+
+def read_all(store: Store, name: str, manifest: Manifest) -> int:
+    """Check every byte of a checkpoint. Returns how many items it has. Raises DamagedError."""
+    for file, digest in manifest.get("companions", {}).items():
+        read_small(store, name, file, digest)
+    opened = open_checkpoint(store, name)
+    items = opened.metadata.storage_data
+    total = sum(info.length for info in items.values())
+    with tqdm(total=total, unit="B", unit_scale=True, desc=name[:13], disable=None, leave=False) as bar:
+        verify_items(opened, bar.update)
+    return len(items)
 
 
 def verify_checkpoints(place: str, reads: bool) -> int:
@@ -87,19 +95,19 @@ def verify_checkpoints(place: str, reads: bool) -> int:
 def verify_place(place: str, reads: bool) -> int:
     """Verify the dataset or the checkpoints at a folder or URL. Returns how many faults or doubtful checkpoints."""
     with tempfile.TemporaryDirectory() as cache:  # a run's own cache would hide faults of the dataset
-        config, wrong = Config(data=Data(cache_folder=cache, cache_gb=1)), 0
+        config = Config(data=Data(cache_folder=cache, cache_gb=1))
         try:
             Files(place, config).read("manifest.json")
         except MissingError:
             return verify_checkpoints(place, reads)
         dataset = open_dataset(place, config)
-        for message in faults(dataset):
-            wrong += 1
-            print(message)
-        for name, split in dataset.splits.items():
-            documents = sum(shard.documents for shard in split.shards)
-            print(f"{dataset.url}: {name}: documents {documents:,}, tokens {split.total_tokens:,}")
-        return wrong
+        messages = list(faults(dataset))
+    for message in messages:
+        print(message)
+    for name, split in dataset.splits.items():
+        documents = sum(shard.documents for shard in split.shards)
+        print(f"{dataset.url}: {name}: documents {documents:,}, tokens {split.total_tokens:,}")
+    return len(messages)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -108,7 +116,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--list", action="store_true", help="of checkpoints, read manifests and compare sizes only")
     options = parser.parse_args(argv)
     with command_line():
-        if wrong := sum(verify_place(place, not options.list) for place in options.place):
+        wrong = sum(verify_place(place, not options.list) for place in options.place)
+        if wrong:
             sys.exit(f"faults: {wrong}")
         print("no faults")
 

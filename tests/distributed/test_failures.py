@@ -3,13 +3,11 @@
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -131,16 +129,12 @@ def test_the_budget_ends_the_run_on_all_ranks(small: tuple[str, ...], tmp_path: 
         assert said.startswith("step 7: loss nan")
         assert "failures.bad_step_budget = 2 is spent" in said
     assert how_it_ended(tmp_path)["kind"] == "error"
-    # A start without checkpoints, from step 0, is bound by nothing, and nothing of it is left.
-    before = set((tmp_path / "checkpoints").iterdir())
-    assert launch(2, tmp_path, [*words, "--checkpoint.enable=false"], (2, 4), function=run) == ["", ""]
-    assert set((tmp_path / "checkpoints").iterdir()) == before
     assert left_out(tmp_path) == [(3, 3), (6, 6)]
 
 
 def judge_all(folder: Path, failures: Failures, pairs: list[tuple[float, float]]) -> list[str]:
     """The verdict on each loss with its gradient norm."""
-    guard = BadSteps(failures, folder, True)
+    guard = BadSteps(failures, folder)
     return [guard.find_trouble(torch.tensor(loss), torch.tensor(norm)) for loss, norm in pairs]
 
 
@@ -158,7 +152,7 @@ def test_skipped_steps_that_a_person_has_edited(tmp_path: Path) -> None:
     """A blank line is none, and a last one without an end counts. A mistake is named with its file."""
     file = tmp_path / "skipped.jsonl"
     file.write_text('{"first": 3, "last": 4}\n\n{"first": 7, "last": 7, "cause": "by hand"}')
-    guard = BadSteps(Failures(), tmp_path, True)
+    guard = BadSteps(Failures(), tmp_path)
     assert sorted(step for steps in guard._read() for step in steps) == [3, 4, 7]
     for line in ('{"first": 10}', "x", '{"first": 1, "last": null}', "[]"):
         file.write_text(f"{line}\n")
@@ -259,52 +253,6 @@ def interrupt_twice(arguments: list[str]) -> None:
 
     with pytest.raises(SystemExit, match="130"):
         train(load_config(arguments), after_step)
-
-
-def run_on_full_disk(arguments: list[str]) -> str:
-    """Train; the disk of the run's folder is full after step 2. Returns the error."""
-    config = load_config(arguments)
-
-    def fill(step: int) -> None:
-        if step == 2 and dist.get_rank() == 0:
-            with contextlib.suppress(OSError), open(f"{config.run.folder}/../filler", "wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(1024))
-
-    with pytest.raises(TitaniteError) as caught:
-        train(config, fill)
-    return f"{caught.typename}: {caught.value}"
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def test_a_full_disk_of_the_run_folder_ends_the_run_with_a_checkpoint(
-    disk: Path, small: tuple[str, ...], tmp_path: Path
-) -> None:
-    """The checkpoints lie elsewhere. All ranks stop after the same step and name the disk; so does a start on it."""
-    checkpoints = tmp_path / "checkpoints"
-    words = [*small, f"--checkpoint.folder={checkpoints}", "--metrics.tensorboard=true", "--checkpoint.interval=100"]
-    first, second = launch(2, disk / "run", [*words, "--training.steps=40"], function=run_on_full_disk)
-    assert first == second
-    (folder,) = checkpoints.glob("step-*")
-    saved = int(folder.name.split("-")[1])
-    full = f"TitaniteError: {disk}/run/\\S*: cannot be written: No space left .* step {saved} is saved"
-    assert re.match(full, first)
-    assert 2 < saved < 40
-    (again,) = launch(1, disk / "run", words, function=run_on_full_disk)
-    assert again == f"ConfigError: run.folder = '{disk}/run': cannot be written: No space left on device"
-    (disk / "filler").unlink()
-    assert launch(2, disk / "run", [*words, f"--training.steps={saved + 2}"], function=run) == ["", ""]
-    assert f"{saved + 2} steps" in prove(disk / "run")[0]
 
 
 def run_until_its_folder_moves(arguments: list[str]) -> str:
