@@ -416,12 +416,5 @@ def notes(arguments: list[str]) -> tuple[bool, bool]:
     return noted.called, recorded.called
 
 
-def test_each_node_notes_a_start_and_its_end_and_forgets_the_one_before(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_each_node_notes_a_start_and_its_end(small: tuple[str, ...], tmp_path: Path) -> None:
     assert launch(2, tmp_path / "run", [*small, "--training.steps=1"], function=notes) == [(True, True)] * 2
-    node = tmp_path / "a disk of its own" / "run"
-    note_start(node)
-    noted = (node / ".started").read_bytes()
-    assert record_exit(node, {"kind": "lost"})
-    note_start(node)
-    assert (node / ".started").read_bytes() != noted
-    assert not (node / "exit.json").exists()

@@ -13,7 +13,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from botocore.exceptions import ClientError
 
 import storage
 from storage import DamagedError, LocalStore, MissingError, OutageError, S3Store, StoreError, open_store
@@ -211,8 +210,7 @@ def test_requests_refused_at_times_are_taken_at_last(endpoint, caplog):
 
 def test_https_that_cannot_be_spoken_or_trusted_is_not_waited_for(endpoint, tmp_path, monkeypatch):
     """http behind an https address; a certificate that this machine does not know, until AWS_CA_BUNDLE names it."""
-    key, certificate, config, sums = tmp_path / "key.pem", tmp_path / "certificate.pem", tmp_path / "config", []
-    config.write_text("[default]\ns3 =\n    payload_signing_enabled = true\n")
+    key, certificate, sums = tmp_path / "key.pem", tmp_path / "certificate.pem", []
     command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=me -addext subjectAltName=IP:127.0.0.1"
     subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -229,12 +227,8 @@ def test_https_that_cannot_be_spoken_or_trusted_is_not_waited_for(endpoint, tmp_
             assert not isinstance(caught.value, OutageError)
             monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
             endpoint(url).put("x", b"abc")
-            monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
-            endpoint(url).put("x", b"abc")
             monkeypatch.delenv("AWS_CA_BUNDLE")
-            monkeypatch.delenv("AWS_CONFIG_FILE")
-    signed = sha256(b"abc").hexdigest()
-    assert sums == [signed, signed, "UNSIGNED-PAYLOAD", signed], "TLS vouches for it, unless the config asks for more"
+    assert sums == [sha256(b"abc").hexdigest(), "UNSIGNED-PAYLOAD"], "TLS vouches for it"
 
 
 # ---------------------------------------------------------------- parts under way
@@ -270,19 +264,6 @@ def test_parts_grow_so_that_no_upload_has_too_many(parts_of):
     assert b"".join(map(parts.get, numbers)) == data
     tags = store.client.complete_multipart_upload.call_args.kwargs["MultipartUpload"]["Parts"]
     assert tags == [{"PartNumber": number, "ETag": str(number)} for number in numbers]
-
-
-def refused(code, status):
-    return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "x")
-
-
-def test_the_lost_answer_of_a_completed_upload_is_success_only_if_the_object_is_there(parts_of):
-    """The next attempt finds no upload: the first has completed it, or somebody has aborted it."""
-    store = parts_of(lambda number, body: None)
-    store.client.complete_multipart_upload.side_effect = [ConnectionError("lost"), refused("NoSuchUpload", 404)]
-    store.read = mock.Mock(side_effect=MissingError("run/file: missing"))
-    with pytest.raises(MissingError, match="run/file: missing"), store.create("file") as stream:
-        stream.write(bytes(16))
 
 
 # ---------------------------------------------------------------- settings and credentials
