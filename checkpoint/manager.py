@@ -23,7 +23,17 @@ from checkpoint.branch import Parent, find_fork, read_parent, record_parent, spl
 from checkpoint.checks import check_shared
 from checkpoint.companions import declared_by
 from checkpoint.files import State, WritePlan, Written, local_part, read_average, read_state
-from checkpoint.lease import SAVED, Start, check_lease, check_owner, new_start, read_mark, take_lease
+from checkpoint.lease import (
+    SAVED,
+    Start,
+    check_lease,
+    check_owner,
+    check_room,
+    new_start,
+    read_mark,
+    take_lease,
+    tidy,
+)
 from checkpoint.loading import check_identity, check_same_names, load_newest, locate, open_place
 from checkpoint.manifest import (
     Manifest,
@@ -33,7 +43,6 @@ from checkpoint.manifest import (
     new_checkpoint_name,
     open_checkpoint,
 )
-from checkpoint.retention import check_room, tidy
 from checkpoint.state import Staging, model_tensors, optimizer_tensors, random_state, tensors_to_fill
 from config import Config, TitaniteError, to_toml
 from data.ledger import saved_position

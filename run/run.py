@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from checkpoint.lease import RUN_ID
 from config import Config, ConfigError, TitaniteError, value_text
 from data.loader import Batch, DataLoader
 from parallel.mesh import ParallelDims
@@ -182,8 +181,7 @@ class TrainingRun:
         return losses
 
     def begin(self, step: int) -> None:
-        """Begin a step. Raises ConfigError on rank 0 if the run's folder is gone."""
-        self._check_folder()
+        """Begin a step."""
         with self.watchdog.section("profile"):  # writes a trace, after its last step
             self._trace()
         self.watchdog.enter("training", step)
@@ -194,16 +192,6 @@ class TrainingRun:
             self._end_start(self.config.comm.train_timeout_seconds)
         if step % GC_INTERVAL_STEPS == 0:
             gc.collect()
-
-    def _check_folder(self) -> None:
-        """A folder that is moved takes its open files along, and what is saved later would lie elsewhere."""
-        if self.environment.rank:
-            return
-        try:
-            os.stat(self.folder / RUN_ID)
-        except FileNotFoundError:
-            where = "was moved or removed while the run went on: put it back"
-            raise ConfigError(f"{self.folder}: {where}, then {self._resume}") from None
 
     def _end_start(self, timeout_seconds: int) -> None:
         """After the first computed step: shorter timeouts, less garbage to collect."""

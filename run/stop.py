@@ -1,8 +1,8 @@
 """Stopping between two steps, on all ranks after the same step."""
 
-import logging
 import os
 import signal
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, MappingProxyType
@@ -14,8 +14,6 @@ import torch.distributed as dist
 from config import TitaniteError
 from run.folder import STOP
 from run.processes import LaunchEnvironment
-
-logger = logging.getLogger(__name__)
 
 # A signal → this rank's vote; the largest vote of all ranks counts. SIGTERM and SIGHUP take one node from the run. By
 # SIGUSR1 a scheduler says that it ends the job and starts it again. SIGINT and the file `stop` come from a person.
@@ -97,13 +95,7 @@ class StopRequest:
             self.elsewhere = vote == A_NODE and not self.asked_by
             self.again = vote in (A_NODE, A_JOB)
             if self.environment.rank == 0:
-                self._remove_file()
+                with suppress(OSError):  # the next start also tries
+                    self.file.unlink(missing_ok=True)
         for number, handler in self.before.items():
             signal.signal(number, handler)
-
-    def _remove_file(self) -> None:
-        """Remove the obeyed request. If it stays, the next start names it and ends."""
-        try:
-            self.file.unlink(missing_ok=True)
-        except OSError as error:
-            logger.warning(f"{self.file}: cannot be removed: {error.strerror}; remove it before the next start")

@@ -41,9 +41,7 @@ class LocalStore:
     def sizes(self, prefix: str = "") -> dict[str, int]:
         sizes: dict[str, int] = {}
         with _file_errors(join(self.url, prefix)):
-            for folder, folders, names in os.walk(self.folder / prefix, onerror=_raise, followlinks=True):
-                if "lost+found" in folders:  # root's, at the top of a file system
-                    folders.remove("lost+found")
+            for folder, _, names in os.walk(self.folder / prefix, onerror=_raise, followlinks=True):
                 for name in names:
                     file = Path(folder, name)
                     with suppress(FileNotFoundError):  # removed since it was listed

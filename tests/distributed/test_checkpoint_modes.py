@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from checkpoint import CheckpointError, files, retention
+from checkpoint import CheckpointError, files, lease
 from checkpoint.checks import check_checkpoints
 from checkpoint.manifest import committed
 from config import Checkpoint, Config, ConfigError, Optimizer, Training
@@ -98,16 +98,6 @@ def _fail_in_the_background(folder):
     return str(caught.value), safe
 
 
-def test_bytes_that_are_written_and_read_are_progress(tmp_path):
-    run, moved = Run(tmp_path), set()
-    run.checkpoint.on_progress = lambda: moved.add(threading.current_thread().name.partition("-")[0])
-    run.train(0, 1)
-    assert moved == {"ThreadPoolExecutor"}
-    moved.clear()
-    run.checkpoint.load()
-    assert moved == {"ThreadPoolExecutor"}
-
-
 def test_a_run_that_has_saved_never_begins_anew(tmp_path):
     """As where it is started again and the folder that was named for its checkpoints is forgotten."""
     run, saved, other = (tmp_path / name for name in ("run", "saved", "other"))
@@ -151,7 +141,7 @@ def test_a_disk_with_no_room_for_what_is_kept_is_refused_before_the_first_step(t
 
 
 def _fake_disk(monkeypatch, free_bytes):
-    monkeypatch.setattr(retention.shutil, "disk_usage", lambda folder: mock.Mock(free=free_bytes()))
+    monkeypatch.setattr(lease.shutil, "disk_usage", lambda folder: mock.Mock(free=free_bytes()))
 
 
 def _bytes_in(folder):
@@ -213,7 +203,7 @@ def test_what_killed_saves_left_goes_at_the_next_start_and_nothing_else(tmp_path
     for free, fits in ((2 * going, True), (2 * going - 1, False)):
         _fake_disk(monkeypatch, lambda free=free: free)
         with nullcontext() if fits else pytest.raises(StoreError, match=r"3 checkpoints of .* must fit"):
-            retention.check_room(LocalStore(tmp_path), replace(run.checkpoint.settings, keep=2), going)
+            lease.check_room(LocalStore(tmp_path), replace(run.checkpoint.settings, keep=2), going)
     _fake_disk(monkeypatch, lambda: 10**9)
     assert Run(tmp_path, interval=1, keep=2, keep_every=3).checkpoint.load() == 4
     assert not any(folder.exists() for folder in left)

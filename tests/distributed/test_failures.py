@@ -1,4 +1,4 @@
-"""Bad steps left out, timeouts, slow checkpoints, ranks that are lost."""
+"""Bad steps left out, timeouts, nodes that are taken, ranks that are lost."""
 
 import contextlib
 import json
@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,7 +23,6 @@ from run.failures import SIGMA_WINDOW, BadSteps, RolledBackError
 from run.folder import note_start, record_exit
 from run.processes import process_state, shut_down
 from run.stop import StopRequest
-from run.watchdog import Watchdog
 from tests.harness import run_ranks
 from tests.runs import final_weights, flat, how_it_ended, launch, read, rows, same, saved_steps
 from tools.audit import prove
@@ -253,53 +251,6 @@ def interrupt_twice(arguments: list[str]) -> None:
 
     with pytest.raises(SystemExit, match="130"):
         train(load_config(arguments), after_step)
-
-
-def run_until_its_folder_moves(arguments: list[str]) -> str:
-    config = load_config(arguments)
-    folder = Path(config.run.folder)
-
-    def after_step(step: int) -> None:
-        if step == 3:
-            folder.rename(f"{folder}-moved")
-
-    with pytest.raises(ConfigError) as caught:
-        train(config, after_step)
-    return str(caught.value)
-
-
-def test_a_run_folder_that_is_moved_ends_the_run(small: tuple[str, ...], tmp_path: Path) -> None:
-    """Nothing is left under the old name. The run goes on where it was moved."""
-    (said,) = launch(1, tmp_path / "run", small, function=run_until_its_folder_moves)
-    assert said.startswith(f"{tmp_path / 'run'}: was moved or removed")
-    assert not (tmp_path / "run").exists()
-    moved = tmp_path / "run-moved"
-    assert launch(1, moved, small, function=run) == [""]
-    assert prove(moved)[0].startswith("12 steps")
-
-
-# ---------------------------------------------------------------- slow, and yet no hang
-
-
-def movements(arguments: list[str]) -> Counter[str]:
-    """How often something moved in each section of a run, as its watchdog was told."""
-    moved: Counter[str] = Counter()
-    alive = Watchdog.alive
-
-    def count(watchdog: Watchdog) -> None:
-        moved[watchdog.current] += 1
-        alive(watchdog)
-
-    with mock.patch.object(Watchdog, "alive", count):
-        run(arguments)
-    return moved
-
-
-def test_a_load_and_a_save_may_take_long_as_long_as_they_move(small: tuple[str, ...], tmp_path: Path) -> None:
-    launch(1, tmp_path, [*small, "--training.steps=2"])
-    (moved,) = launch(1, tmp_path, [*small, "--training.steps=4"], function=movements)
-    assert moved["load"] > 20
-    assert moved["checkpoint"] > 20
 
 
 # ---------------------------------------------------------------- launch/node.sh
