@@ -253,6 +253,20 @@ def interrupt_twice(arguments: list[str]) -> None:
         train(load_config(arguments), after_step)
 
 
+def test_a_full_disk_of_the_run_folder_ends_the_run(small: tuple[str, ...], tmp_path: Path) -> None:
+    """The file is named. Once there is room, the run goes on."""
+    launch(1, tmp_path, small, (), 5, function=run)
+    metrics = tmp_path / "metrics.jsonl"
+    kept = metrics.rename(tmp_path / "kept")
+    metrics.symlink_to("/dev/full")
+    (said,) = launch(1, tmp_path, small, function=run)
+    assert f"{metrics}: cannot be written: No space left" in said
+    metrics.unlink()
+    kept.rename(metrics)
+    assert launch(1, tmp_path, small, function=run) == [""]
+    assert prove(tmp_path)[0].startswith("12 steps")
+
+
 # ---------------------------------------------------------------- launch/node.sh
 
 RANK = """
