@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 class CheckpointManager:
     """The checkpoints of one run. All methods are collective: every rank calls them at the same step.
 
-    Not so `check` and `wait_for_copies`.
+    Except `check` and `wait_for_copies`, which are local.
     """
 
     def __init__(

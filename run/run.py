@@ -98,9 +98,9 @@ def _explain(error: TitaniteError) -> int:
 
 @dataclass
 class TrainingRun:
-    """What a start has beside the training itself. The loop calls `begin` and `end` once a step. Raises TitaniteError.
+    """Everything about one start except the training step. The loop calls `begin` and `end` once a step.
 
-    `check` gets the folder on rank 0, before anything is written there, and returns the run's id.
+    `check` gets the folder on rank 0, before anything is written there, and returns the run's id. Raises TitaniteError.
     """
 
     config: Config
