@@ -142,7 +142,7 @@ class Run:
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How rotary angles change for contexts longer than the original. None: as models/llama/model.py has it."""
 
-    kind: Literal["", "llama3", "yarn", "linear", "dynamic"] | None = None
+    kind: Literal["", "llama3", "yarn", "linear"] | None = None
     factor: AboveZero | None = None
     original_seq_len: Positive | None = None
     low_freq_factor: AboveZero | None = None
@@ -186,7 +186,7 @@ class Model:
     """Base of the rotary embedding's frequencies."""
     rope_scaling: RopeScaling | None = None
     """How rotary angles change for long contexts: {kind = "yarn", factor = 4.0, original_seq_len = 8192}. Kinds:
-    llama3, yarn, linear, dynamic. `RopeScaling` in models/llama/model.py says what the keys are."""
+    llama3, yarn, linear. `RopeScaling` in models/llama/model.py says what the keys are."""
     tie_embeddings: bool | None = None
     """Use one weight as embedding and output layer."""
     qkv_bias: bool | None = None
@@ -643,40 +643,39 @@ def overlay(values: Mapping[str, Any], layer: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
+# Settings → the switch that they depend on → its values with which they do nothing.
+WITHOUT_EFFECT = (
+    ("lr_scheduler.decay", "lr_scheduler.schedule", ("cosine", "constant")),
+    ("lr_scheduler.decay_steps", "lr_scheduler.schedule", ("cosine", "constant")),
+    ("lr_scheduler.decay_fraction", "lr_scheduler.schedule", ("cosine", "constant")),
+    ("lr_scheduler.min_lr_factor", "lr_scheduler.schedule", ("constant",)),
+    ("parallelism.outer_lr", "parallelism.local_steps", (0,)),
+    ("parallelism.outer_momentum", "parallelism.local_steps", (0,)),
+    ("parallelism.cp_method", "parallelism.cp", (1,)),
+    ("parallelism.pp_schedule", "parallelism.pp", (1,)),
+    ("parallelism.pp_microbatch_size", "parallelism.pp", (1,)),
+    ("parallelism.pp_stages_per_rank", "parallelism.pp_schedule", ("1F1B",)),
+    ("activation_checkpoint.every_n_layers", "activation_checkpoint.mode", ("none", "budget")),
+    ("activation_checkpoint.memory_budget", "activation_checkpoint.mode", ("none", "full", "selective")),
+    ("failures.bad_step_budget", "failures.on_bad_step", ("stop",)),
+)
+
+
 def check_effects(config: Config) -> None:
     """Refuse settings that would do nothing, as others are. A section that is switched off may keep its settings.
 
     Raises ConfigError.
     """
-    parallelism = config.parallelism
-    schedule = config.lr_scheduler
-    recompute = config.activation_checkpoint.mode
-    optimizers = {config.optimizer.name, *(group.kind for group in config.optimizer.groups)}
-    # (settings, whether they have an effect, what gives them one)
-    rules = [
-        ("optimizer.momentum", "muon" in optimizers, 'optimizer.name = "muon"'),
-        ("lr_scheduler.decay lr_scheduler.decay_steps", schedule.schedule == "wsd", 'lr_scheduler.schedule = "wsd"'),
-        ("lr_scheduler.decay_fraction", schedule.schedule == "wsd", 'lr_scheduler.schedule = "wsd"'),
-        ("lr_scheduler.min_lr_factor", schedule.schedule != "constant", "another lr_scheduler.schedule"),
-        ("parallelism.outer_lr parallelism.outer_momentum", parallelism.local_steps > 0, "parallelism.local_steps"),
-        ("parallelism.cp_method", parallelism.cp > 1, "parallelism.cp above 1"),
-        ("parallelism.pp_schedule parallelism.pp_microbatch_size", parallelism.pp > 1, "parallelism.pp above 1"),
-        (
-            "parallelism.pp_stages_per_rank",
-            parallelism.pp > 1 and parallelism.pp_schedule == "Interleaved1F1B",
-            'parallelism.pp_schedule = "Interleaved1F1B"',
-        ),
-        ("activation_checkpoint.every_n_layers", recompute in ("full", "selective"), "mode full or selective"),
-        ("activation_checkpoint.memory_budget", recompute == "budget", 'activation_checkpoint.mode = "budget"'),
-        ("failures.bad_step_budget", config.failures.on_bad_step != "stop", "failures.on_bad_step skip or rollback"),
-    ]
+    rows = list(WITHOUT_EFFECT)
+    if all(group.kind != "muon" for group in config.optimizer.groups):
+        rows.append(("optimizer.momentum", "optimizer.name", ("adamw",)))
     values = flatten(config)
     defaults = flatten(Config())
-    for keys, has_effect, needed in rules:
-        for key in keys.split():
-            if values[key] != defaults[key] and not has_effect:
-                shown = f"{key} = {value_text(values[key])}"
-                raise ConfigError(f"{shown}: has no effect without {needed}; its default is {defaults[key]!r}")
+    for key, switch, off in rows:
+        if values[key] != defaults[key] and values[switch] in off:
+            shown = f"{key} = {value_text(values[key])}"
+            needed = f"{switch} = {value_text(values[switch])}"
+            raise ConfigError(f"{shown}: has no effect with {needed}; its default is {defaults[key]!r}")
 
 
 def _recorded_values(option: str, folder: str) -> dict[str, Any]:
@@ -705,23 +704,22 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     for section, entries in values.items():
         if section not in SECTIONS or not isinstance(entries, dict):
             raise ConfigError(f"[{section}]: must be a section: {', '.join(SECTIONS)}{close_match(section, SECTIONS)}")
-        checked = {name: _convert(f"{section}.{name}", value) for name, value in entries.items()}
+        checked = {}
+        for name, value in entries.items():
+            key = f"{section}.{name}"
+            checked[name] = convert(key, value, _kind_of(key))
         sections[section] = SECTIONS[section](**checked)
     return Config(**sections)
 
 
-def read_toml(path: Path, others: Sequence[str] = (), above: Sequence[Path] = ()) -> dict[str, Any]:
+def read_toml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:
     """Read a TOML file as nested dicts, over the file that its `base` names, relative to it. Raises ConfigError.
 
-    Entries with one of the names `others` are no settings, and stay as they are. `above`: the files whose base it is.
+    Entries with one of the names `others` are no settings, and stay as they are.
     """
-    if path.resolve() in above:
-        raise ConfigError(f"{path}: is its own base")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors put a mark before the text
         base = values.pop("base", "")
-        if not isinstance(base, str):
-            raise ConfigError(f"base = {base!r}: must be a string that names a file")
         more = {key: values.pop(key) for key in others if key in values}
         from_dict(values)
     except OSError as error:
@@ -731,7 +729,7 @@ def read_toml(path: Path, others: Sequence[str] = (), above: Sequence[Path] = ()
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    below = read_toml(path.parent / base, (), (*above, path.resolve())) if base else {}
+    below = read_toml(path.parent / str(base)) if base else {}
     return overlay(below, values) | more
 
 
@@ -741,39 +739,17 @@ def read_recorded(text: bytes, place: object) -> dict[str, Any]:
         recorded = tomllib.loads(text.decode())
     except ValueError as error:  # also bytes that are not UTF-8
         raise ConfigError(f"{place}: its config is not valid TOML: {error}") from None
-    for section, entries in recorded.items():
-        if not isinstance(entries, dict):
-            raise ConfigError(f"{place}: {section} = {entries!r} stands in no section")
-    if "changes" in recorded.get("model", {}):
-        recorded = _in_todays_words(recorded)
     values: dict[str, Any] = {}
     unknown = []
     for section, entries in recorded.items():
         for name, value in entries.items():
-            try:
-                from_dict({section: {name: value}})
+            if f"{section}.{name}" in KINDS:
                 values.setdefault(section, {})[name] = value
-            except ConfigError:
+            else:
                 unknown.append(f"{section}.{name} = {_redact(repr(value))}")
     if unknown:
         logger.warning(f"{place}: settings that this version does not know, left out: {', '.join(unknown)}")
     return values
-
-
-def _in_todays_words(recorded: dict[str, Any]) -> dict[str, Any]:
-    """What versions until November 2026 recorded, in this version's words."""
-    model = recorded["model"]
-    fields = {name: value for name, value in model.items() if value and name != "changes"}
-    for change in model["changes"]:
-        name, _, text = change.partition("=")
-        if text != "null":
-            fields[name] = json.loads(text)
-    for group in recorded.get("optimizer", {}).get("groups", ()):
-        if group.get("weight_decay") == -1:
-            del group["weight_decay"]
-        if group.get("rows") == 0:
-            del group["rows"]
-    return recorded | {"model": fields}
 
 
 def recorded_config(folder: Path) -> Config | None:
@@ -788,8 +764,6 @@ def _parse_command_line(argv: Sequence[str]) -> dict[str, Any]:
     words = list(argv)
     while words:
         word = words.pop(0)
-        if re.search("[\ud800-\udfff]", word):
-            raise ConfigError(f"{word!a}: is not UTF-8")
         if word.endswith(".toml") and not word.startswith("-"):
             word = f"--config={word}"
         if not word.startswith("--"):
@@ -799,8 +773,6 @@ def _parse_command_line(argv: Sequence[str]) -> dict[str, Any]:
         kind = str if is_place else _kind_of(key, "--")
         if not equals and bool in (kind, *get_args(kind)):
             text = "true"
-            if words and words[0] in ("true", "false"):
-                text = words.pop(0)
         elif not equals and words and not words[0].startswith("--"):
             text = words.pop(0)
         if not text and (is_place or not equals):
@@ -814,9 +786,9 @@ def _parse(key: str, text: str) -> Any:
     parts = [part.strip() for part in text.split(",") if part.strip()]
     for value in (_as_toml(text), text, parts, [_as_toml(part) for part in parts]):
         with suppress(ConfigError):
-            _convert(key, value)
+            convert(key, value, KINDS[key])
             return value
-    return _convert(key, _as_toml(text))  # says what is wrong
+    return convert(key, _as_toml(text), KINDS[key])  # says what is wrong
 
 
 def _as_toml(text: str) -> Any:
@@ -828,9 +800,8 @@ def _as_toml(text: str) -> Any:
     return text
 
 
-def _convert(key: str, value: Any) -> Any:
-    """`value` as the kind of `key`. Raises a ConfigError that says what is allowed."""
-    kind = _kind_of(key)
+def convert(key: str, value: Any, kind: Any) -> Any:
+    """`value`, of `key`, as a `kind`. Raises a ConfigError that says what is allowed."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from config import TitaniteError, command_line
+from config import Positive, TitaniteError, command_line, convert
 from data.chat import chat_of, read_conversation
 from data.tokenizer import Tokenizer
 from models.generation import Request, TextStream, check_prompt, generate
@@ -36,13 +36,12 @@ def stream_texts(trained: Trained, prompts: Sequence[Sequence[int]], request: Re
         if added.special and added.content in request.stops:  # no text shows it
             stop_ids.add(id)
     streams = [TextStream(trained.tokenizer, ids, frozenset(stop_ids), request.stops) for ids in prompts]
-    finished: set[int] = set()
-    for tokens in generate(trained.model, prompts, trained.device, request, finished):
-        rows = [row for row in range(len(prompts)) if row not in finished]
-        for row, token in zip(rows, tokens, strict=True):
-            yield row, streams[row].push(token)
-            if streams[row].done:
-                finished.add(row)
+    for tokens in generate(trained.model, prompts, trained.device, request):
+        for row, stream in enumerate(streams):
+            if not stream.done:
+                yield row, stream.push(tokens[row])
+        if all(stream.done for stream in streams):
+            break
     for row, stream in enumerate(streams):
         yield row, stream.finish()
 
@@ -135,11 +134,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--stop", action="append", default=[], help="text or special token that ends it; repeatable")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts continued together (default %(default)s)")
     arguments = parser.parse_args(argv)
-    if arguments.batch_size < 1:
-        parser.error(f"--batch-size {arguments.batch_size}: must be at least 1")
+    convert("--batch-size", arguments.batch_size, Positive)
+    if "" in arguments.stop:
+        parser.error("--stop: must not be empty")
     if arguments.system and not arguments.chat:
         parser.error("--system is for --chat")
-    options = {name: getattr(arguments, name) for name in OPTIONS}
+    kinds = get_type_hints(Request, include_extras=True)
+    options = {name: convert(f"--{name.replace('_', '-')}", getattr(arguments, name), kinds[name]) for name in OPTIONS}
     request = Request(**options, stops=tuple(arguments.stop))
     records = [{"prompt": prompt} for prompt in arguments.prompt or []]
     if arguments.prompts_file:

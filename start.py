@@ -16,15 +16,14 @@ from data.loader import DataLoader
 from float8.convert import check_float8, convert_to_float8, summarize
 from loss import check_loss, loss_chunks
 from metrics import find_trackers
-from models import ModelSpec, build_model, find_model
-from models.trained import settle_model
+from models import ModelSpec, build_model, find_model, settle_model
 from optim import check_optim, summarize_groups
 from parallel.device import check_compiler, choose_param_dtype, device_type
 from parallel.mesh import ParallelDims
 from run.failures import check_failures
 from run.processes import LaunchEnvironment
 from run.profiling import check_profiling
-from validate import check_sample
+from validation import check_sample
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from run.processes import launch_environment, set_timeout
 from run.run import TrainingRun, run_and_leave
 from start import set_up
 from trainer import Trainer
-from validate import show_sample, validate_all
+from validation import show_sample, validate_all
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,7 @@ from data.loader import Batch
 from layer_norms import LayerNorms, layer_of
 from loss import build_chunked_loss, build_loss, count_trained, loss_chunks, sum_losses, term_names
 from models import ModelSpec
-from models.init import init_weights
-from models.weights import build_refresh
+from models.weights import build_refresh, init_weights
 from optim import (
     OuterOptimizer,
     allocate_state,

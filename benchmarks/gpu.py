@@ -55,7 +55,6 @@ from float8.casts import cast, multiply
 from float8.convert import convert_to_float8
 from float8.cpu import replace_matmul
 from models import build_model, find_model
-from models.llama.hf import to_hf_config
 from parallel.device import synchronize
 from storage.records import read_records
 from train import train
@@ -288,6 +287,8 @@ def measure_transformers(run: Run, device: torch.device, started: float) -> dict
     mask and attention loses its fused kernel.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    from models.llama.hf import to_hf_config
 
     flavor: Any = build_meta_model(run).config
     shape = to_hf_config(flavor, run.seq_len, "float32") | {"use_cache": False}

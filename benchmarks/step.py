@@ -30,10 +30,9 @@ from torch import Tensor, nn
 import metrics
 from benchmarks.report import add_row, build_parser, finish, prepare_once, require_cpu
 from config import Config, load_config
-from models.init import init_weights
 from models.llama import FLAVORS
-from models.llama.hf import to_hf_config
 from models.llama.model import Llama, LlamaConfig
+from models.weights import init_weights
 from parallel.device import fast_dtype
 from train import train
 
@@ -53,6 +52,8 @@ def transformers_llama() -> nn.Module:
     """Build Hugging Face's Llama of the same shape, with its default attention (SDPA)."""
     from transformers import LlamaConfig as HFConfig
     from transformers import LlamaForCausalLM
+
+    from models.llama.hf import to_hf_config
 
     shape = to_hf_config(_flavor(), 2048, "float32") | {"use_cache": False}
     return LlamaForCausalLM(HFConfig(**shape))

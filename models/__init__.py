@@ -1,8 +1,10 @@
 """The models that train.py knows. To add one, add a folder beside `llama` and a line to MODELS."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -11,9 +13,10 @@ import torch
 from torch import nn
 
 import config as settings
-from config import ConfigError, close_match
-from models.llama import FLAVORS, recorded_flavor
-from models.llama.model import Llama
+from checkpoint.loading import load_place
+from config import Config, ConfigError, close_match
+from models.llama import FLAVORS
+from models.llama.model import Llama, LlamaConfig
 from models.llama.parallelize import apply_parallelism, check_parallelism, check_replacements
 
 
@@ -22,7 +25,7 @@ class ModelSpec:
     """What train.py needs of a model family.
 
     `model(flavor)` builds a module with `init_weight(name, weight, generator)` and `flops_per_token(seq_len)`. Flavors
-    are dataclasses with `vocab_size`, `dim` and `n_layers`; `recorded_flavor(fields)` builds one from its `asdict`.
+    are dataclasses of the type `shape` with `vocab_size`, `dim` and `n_layers`, and take what JSON makes of a field.
     `check_parallelism(flavor, config)` raises ConfigError if the two do not fit, `check_replacements(model, config,
     chunks)` if a parallelism or the loss in chunks would ignore an edit of the model. `apply_parallelism(model, mesh,
     config)` shards the model and returns the parts this rank holds. `hf` names the module with the functions of
@@ -31,7 +34,7 @@ class ModelSpec:
 
     model: Callable[[Any], nn.Module]
     flavors: Mapping[str, Any]
-    recorded_flavor: Callable[[Mapping[str, Any]], Any]
+    shape: type
     check_parallelism: Callable[..., None]
     check_replacements: Callable[..., None]
     apply_parallelism: Callable[..., list[nn.Module]]
@@ -41,7 +44,7 @@ class ModelSpec:
 LLAMA = ModelSpec(
     model=Llama,
     flavors=FLAVORS,
-    recorded_flavor=recorded_flavor,
+    shape=LlamaConfig,
     check_parallelism=check_parallelism,
     check_replacements=check_replacements,
     apply_parallelism=apply_parallelism,
@@ -78,9 +81,12 @@ def _changed_flavor(model: settings.Model, spec: ModelSpec) -> Any:
             fields["head_dim"] = 0  # it follows from the other two
     elif not changes:
         raise ConfigError(f'model.flavor = "{model.flavor}": needs checkpoint.initial_load, whose shape it takes')
-    _check_fields(model.name, spec, changes)
+    for field in dataclasses.fields(spec.shape):
+        if f"model.{field.name}" not in settings.KINDS:
+            where = f"{spec.shape.__name__}.{field.name}"
+            raise ConfigError(f"{where}: is no setting yet; add it to the class Model in config.py")
     try:
-        return spec.recorded_flavor(fields | changes)
+        return spec.shape(**fields | changes)
     except (TypeError, ValueError) as error:
         asked = [f"{name} = {value!r}" for name, value in changes.items()]
         raise ConfigError(f"model.flavor = {model.flavor!r} with {', '.join(asked)}: {error}") from None
@@ -92,16 +98,28 @@ def set_fields(model: settings.Model) -> dict[str, Any]:
     return {name: value for name, value in entries.items() if value is not None and name not in ("name", "flavor")}
 
 
-def _check_fields(family: str, spec: ModelSpec, changes: Mapping[str, Any]) -> None:
-    """Refuse settings of `changes` that the family lacks, and fields of its flavors that are no settings."""
-    kind = type(next(iter(spec.flavors.values())))
-    names = [field.name for field in dataclasses.fields(kind)]
-    for name, value in changes.items():
-        if name not in names:
-            raise ConfigError(f"model.{name} = {value!r}: a {family} has no such field")
-    for name in names:
-        if f"model.{name}" not in settings.KINDS:
-            raise ConfigError(f"{kind.__name__}.{name}: is no setting yet; add it to the class Model in config.py")
+def settle_model(config: Config) -> Config:
+    """`config` with the model and shape of checkpoint.initial_load as settings, if model.flavor asks for them.
+
+    A run that exists has its own, which need no such place any more. Raises TitaniteError.
+    """
+    model = config.model
+    place = config.checkpoint.initial_load
+    own = Path(config.run.folder, "model.json")
+    if model.flavor != settings.FROM_CHECKPOINT:
+        return config
+    if config.run.folder and own.is_file():
+        try:
+            identity = json.loads(own.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{own}: is damaged: {error}") from None
+    elif place:
+        identity = load_place(place, lambda opened: opened.manifest["identity"])
+    else:
+        return config  # find_model says what is missing
+    recorded = {name: value for name, value in identity.items() if value is not None}
+    entries = {"flavor": settings.FROM_CHECKPOINT, **recorded, **set_fields(model)}
+    return dataclasses.replace(config, model=settings.from_dict({"model": entries}).model)
 
 
 def recorded_model(identity: Mapping[str, Any]) -> tuple[ModelSpec, Any]:
@@ -110,7 +128,7 @@ def recorded_model(identity: Mapping[str, Any]) -> tuple[ModelSpec, Any]:
     name = fields.pop("name", None)
     spec = _look_up("model of the checkpoint", name, MODELS)
     try:
-        return spec, spec.recorded_flavor(fields)
+        return spec, spec.shape(**fields)
     except TypeError as error:
         raise ConfigError(f"the checkpoint holds a model {name!r} of another version of this code: {error}") from None
 

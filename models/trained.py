@@ -1,10 +1,7 @@
 """Load a trained model and its tokenizer into one process, from a run, a folder of checkpoints or a URL."""
 
 import argparse
-import dataclasses
-import json
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -14,9 +11,9 @@ from checkpoint.files import read_state
 from checkpoint.loading import check_same_names, load_place
 from checkpoint.manifest import Manifest, Opened
 from checkpoint.state import model_tensors
-from config import FROM_CHECKPOINT, Config, ConfigError, from_dict, parse_schedule, tomllib
+from config import parse_schedule, tomllib
 from data.tokenizer import Tokenizer
-from models import build_model, recorded_model, set_fields
+from models import build_model, recorded_model
 from parallel.device import device_type
 
 
@@ -34,30 +31,6 @@ class Trained:
     def seq_len(self) -> int:
         """See `longest_sequence`."""
         return longest_sequence(self.manifest)
-
-
-def settle_model(config: Config) -> Config:
-    """`config` with the model and shape of checkpoint.initial_load as settings, if model.flavor asks for them.
-
-    A run that exists has its own, which need no such place any more. Raises TitaniteError.
-    """
-    model = config.model
-    place = config.checkpoint.initial_load
-    own = Path(config.run.folder, "model.json")
-    if model.flavor != FROM_CHECKPOINT:
-        return config
-    if config.run.folder and own.is_file():
-        try:
-            identity = json.loads(own.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{own}: is damaged: {error}") from None
-    elif place:
-        identity = load_place(place, lambda opened: opened.manifest["identity"])
-    else:
-        return config  # find_model says what is missing
-    recorded = {name: value for name, value in identity.items() if value is not None}
-    entries = {"flavor": FROM_CHECKPOINT, **recorded, **set_fields(model)}
-    return dataclasses.replace(config, model=from_dict({"model": entries}).model)
 
 
 def longest_sequence(manifest: Manifest) -> int:

@@ -1,16 +1,42 @@
-"""Copies and scales of the weights, which must be refreshed whenever the weights have changed."""
+"""Initial weights that do not depend on how the model is sharded; copies and scales, to refresh after each change."""
 
+import hashlib
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from config import Config
 from float8.convert import gathers_float8
 from float8.fsdp import build_cast, precompute_scales
 from parallel.gradients import build_add
+
+
+@torch.no_grad()
+def init_weights(
+    model: nn.Module, device: torch.device, seed: int, on_progress: Callable[[], None] = lambda: None
+) -> None:
+    """Move a model from the meta device to `device`, and fill it with initial weights.
+
+    Each parameter has its own generator, seeded by `seed` and its name. Every rank draws the full value and keeps its
+    shard, so the weights are the same for any world size and mesh (on one type of device).
+    `model.init_weight(name, weight, generator)` fills one.
+    `on_progress` is called after each parameter: on the host a large model takes many minutes.
+    """
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        full = torch.empty(parameter.shape, device=device, dtype=parameter.dtype)
+        digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little") >> 1)
+        model.init_weight(name, full, generator)  # type: ignore[operator]
+        if isinstance(parameter, DTensor):
+            # src_data_rank=None: send nothing, since every rank has the same full tensor.
+            full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.copy_(full)
+        on_progress()
 
 
 def build_refresh(parts: list[nn.Module], config: Config) -> Callable[[], None]:

@@ -3,8 +3,8 @@
 python -m tools.hf import HF_FOLDER CHECKPOINT        # to start from: checkpoint.initial_load=CHECKPOINT
 python -m tools.hf export RUN_OR_CHECKPOINT HF_FOLDER
 
-A checkpoint is a folder or s3://bucket/prefix. Both commands end with a test: they compare the checkpoint's logits with
-those of transformers, if that is installed and both models fit in memory.
+A checkpoint is a folder or s3://bucket/prefix. Both commands need transformers, and end with a test: they compare the
+checkpoint's logits with those of transformers, if both models fit in memory.
 """
 
 import argparse
@@ -16,12 +16,11 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
@@ -34,8 +33,8 @@ from checkpoint.manifest import Manifest, Opened
 from checkpoint.state import model_tensors
 from checkpoint.writing import new_checkpoint, write_checkpoint
 from config import TitaniteError, command_line, file_errors
-from data.chat import chat_of, transformers_version
-from data.tokenizer import CONFIG, TOKENIZER, Tokenizer, content_of, json_object, read_files
+from data.chat import chat_of
+from data.tokenizer import CONFIG, NEEDED, Tokenizer, content_of, json_object, read_files
 from metrics import quiet_noisy_loggers
 from models import MODELS, build_model, recorded_model
 from models.trained import longest_sequence
@@ -175,19 +174,28 @@ def _json_bytes(values: Mapping[str, Any]) -> bytes:
 def _answer_ends(tokenizer: Tokenizer) -> frozenset[int]:
     if not tokenizer.chat_template:
         return frozenset()
-    transformers_version()
     try:
         return chat_of(tokenizer).stop_ids
     except TitaniteError:  # a template that is not for chats
         return frozenset()
 
 
-def exported_model(manifest: Manifest) -> tuple[Any, nn.Module, Any]:
+def exported_model(manifest: Manifest) -> tuple[ModuleType, nn.Module, Any]:
     """The adapter, model (on the meta device) and flavor that a checkpoint names. Raises TitaniteError."""
     spec, flavor = recorded_model(manifest.get("identity", {}))
     if not spec.hf:
         raise CheckpointError("the checkpoint's model has no Hugging Face format: its ModelSpec has no `hf`")
-    return import_module(spec.hf), build_model(spec, flavor), flavor
+    return load_adapter(spec.hf), build_model(spec, flavor), flavor
+
+
+def load_adapter(name: str) -> ModuleType:
+    """The module that a ModelSpec names as its `hf`. Raises TitaniteError without transformers."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == "transformers":
+            raise TitaniteError(NEEDED) from None
+        raise
 
 
 def import_model(folder: Path, place: str) -> None:
@@ -200,7 +208,7 @@ def import_model(folder: Path, place: str) -> None:
     new_checkpoint(place)
     weights = find_weights(folder)
     family, flavor, raw = imported_flavor(folder, weights)
-    adapter = import_module(MODELS[family].hf)
+    adapter = load_adapter(MODELS[family].hf)
     model = build_model(MODELS[family], flavor)
     names = adapter.hf_names(flavor)
     typed = typed_like_files(model, names, weights)
@@ -208,7 +216,7 @@ def import_model(folder: Path, place: str) -> None:
     facts: dict[str, Any] = {
         "step": 0,
         "identity": {"name": family, **dataclasses.asdict(flavor)},
-        "imported": raw | msgspec.to_builtins(adapter.read_config(raw)),
+        "imported": raw | {"max_position_embeddings": adapter.read_config(raw).max_position_embeddings},
     }
     if GENERATION in companions:
         facts["generation_config"] = json_object(companions[GENERATION], f"{folder}/{GENERATION}")
@@ -227,15 +235,12 @@ def import_model(folder: Path, place: str) -> None:
 
 
 def check_importable(folder: Path) -> None:
-    """Raise CheckpointError if a folder holds no whole model; say what is not taken along."""
+    """Raise CheckpointError if a folder holds no whole model."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder; `hf download OWNER/NAME --local-dir FOLDER` gets one")
     if (folder / "adapter_config.json").is_file():
         way = "PeftModel.from_pretrained(MODEL, FOLDER).merge_and_unload().save_pretrained(NEW) merges it"
         raise CheckpointError(f"{folder}: holds an adapter of PEFT, no model; {way}")
-    if (folder / "tokenizer.model").is_file() and not (folder / TOKENIZER).is_file():
-        way = "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes that"
-        logger.info(f"{folder}: tokenizer.model is not taken along, since only {TOKENIZER} is read; {way}")
 
 
 def imported_flavor(folder: Path, weights: Mapping[str, Path]) -> tuple[str, Any, dict[str, Any]]:
@@ -246,9 +251,10 @@ def imported_flavor(folder: Path, weights: Mapping[str, Path]) -> tuple[str, Any
     path = folder / "config.json"
     with file_errors():
         raw = json_object(path.read_bytes(), str(path))
-    adapters = [(name, import_module(spec.hf)) for name, spec in MODELS.items() if spec.hf]
-    of_type = [pair for pair in adapters if raw.get("model_type") in pair[1].FAMILIES]
-    family, adapter = (of_type or adapters)[-1]  # which names the types that it knows
+    adapters = {name: load_adapter(spec.hf) for name, spec in MODELS.items() if spec.hf}
+    of_type = [name for name in adapters if raw.get("model_type") in adapters[name].FAMILIES]
+    family = [*adapters, *of_type][-1]  # if none is of this type, one that names the types that it knows
+    adapter = adapters[family]
     try:
         flavor = adapter.from_hf_config(raw)
         adapter.check_hf_names(weights.keys(), flavor)
@@ -264,7 +270,7 @@ def imported_flavor(folder: Path, weights: Mapping[str, Path]) -> tuple[str, Any
         raise CheckpointError(f"{path}: {error}") from None
     ignored = [f"{key} = {raw[key]!r}" for key in adapter.ignored_keys(raw)]
     if ignored:
-        neither = f"which neither transformers nor this code reads for a {raw['model_type']}"
+        neither = f"which transformers does not read for a {raw['model_type']}"
         logger.warning(f"warning: {path}: {', '.join(ignored)}, {neither}; a model trained with it is another one")
     return family, flavor, raw
 
@@ -288,19 +294,13 @@ def typed_like_files(model: nn.Module, names: Mapping[str, str], weights: Mappin
 def compare_logits(folder: Path, opened: Opened, model: nn.Module) -> None:
     """Compare logits of 64 tokens, in float32, of the checkpoint and of the Hugging Face folder.
 
-    `model` is on the meta device, and afterwards on the host, with weights rounded as in the folder. Only logs why, if
-    transformers is not installed, memory is too small, or an index is missing. Raises CheckpointError if they differ.
+    `model` is on the meta device, and afterwards on the host, with weights rounded as in the folder. Only logs it if
+    memory is too small. Raises CheckpointError if they differ.
     """
     needed = 2 * 4 * sum(parameter.numel() for parameter in model.parameters())
     found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    if find_spec("transformers") is None:
-        logger.info("logits not compared: needs transformers")
-        return
     if found and needed > 0.8 * 1024 * int(found[1]):
         logger.info(f"logits not compared: both models need {needed / 1e9:.1f} GB of memory")
-        return
-    if not any(folder.glob("model.safetensors*")):
-        logger.info("logits not compared: transformers does not find weights without model.safetensors or its index")
         return
     from transformers import AutoModelForCausalLM
 

@@ -16,8 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from config import Config, ConfigError, load_config, parse_schedule
-from models import build_model, find_model
-from models.trained import settle_model
+from models import build_model, find_model, settle_model
 from parallel.fsdp import needs_fsdp
 from run.run import run_and_leave
 from tools.plan_count import DEFAULT_VOCAB_SIZE, Case, DryRun, check

@@ -34,9 +34,8 @@ from config import Config, ConfigError, TitaniteError, command_line, load_config
 from data.loader import IGNORED, Batch, DataLoader
 from float8.convert import check_float8, convert_to_float8
 from loss import check_loss, loss_chunks, stack_terms
-from models import ModelSpec, build_model, find_model
-from models.init import init_weights
-from models.trained import settle_model
+from models import ModelSpec, build_model, find_model, settle_model
+from models.weights import init_weights
 from optim import build_optimizer, check_optim, clip_grad_norm_, learning_rate, set_learning_rate
 from parallel.device import device_type
 from parallel.mesh import ParallelDims

@@ -44,8 +44,9 @@ def write_weights(
     for file, held in tqdm(split.filename_to_tensors.items(), desc="write", disable=None, leave=False):
         tensors = {name: torch.empty_like(shapes[name], device="cpu") for name in held}
         read({ours[name]: tensor for name, tensor in tensors.items()})
-        if broken := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
-            raise CheckpointError(f"{broken[0]} is not finite in {dtype}; try another --dtype")
+        for name, tensor in tensors.items():
+            if not tensor.isfinite().all():
+                raise CheckpointError(f"{name} is not finite in {dtype}; try another --dtype")
         save_file(tensors, folder / file, {"format": "pt"})
         (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors 0.8 lets only the owner read
         del tensors  # before the next file's are made
@@ -55,24 +56,17 @@ def write_weights(
 
 
 def find_weights(folder: Path) -> dict[str, Path]:
-    """Tensor name → the safetensors file that holds it. Raises CheckpointError if there are none, or too many."""
-    files = set(folder.glob("model*.safetensors")) or set(folder.glob("*.safetensors"))
+    """Tensor name → the safetensors file that holds it, as transformers finds them. Raises CheckpointError."""
+    single = folder / "model.safetensors"
+    if single.is_file():
+        with open_weights(single) as file:
+            return dict.fromkeys(file.keys(), single)
     if (folder / INDEX).is_file():
         index = json_object((folder / INDEX).read_bytes(), f"{folder / INDEX}")
-        listed = {folder / file for file in index.get("weight_map", {}).values()}
-        if surplus := files - listed:
-            raise CheckpointError(f"{min(surplus)}: not listed in {INDEX}; remove whichever is not the model's")
-        files = listed
-    if not files:
-        hints = [hint for pattern, hint in OTHERS.items() if any(folder.glob(pattern))]
-        raise CheckpointError("; ".join([f"{folder}: no safetensors files", *hints]).replace("FOLDER", str(folder)))
-    weights = dict[str, Path]()
-    for path in sorted(files):
-        with open_weights(path) as file:
-            if twice := weights.keys() & set(file.keys()):
-                raise CheckpointError(f"{path}: {min(twice)} is in {weights[min(twice)].name} too; remove one")
-            weights |= dict.fromkeys(file.keys(), path)
-    return weights
+        return {name: folder / file for name, file in index.get("weight_map", {}).items()}
+    hints = [hint for pattern, hint in OTHERS.items() if any(folder.glob(pattern))]
+    missing = f"{folder}: has neither model.safetensors nor {INDEX}"
+    raise CheckpointError("; ".join([missing, *hints]).replace("FOLDER", str(folder)))
 
 
 def read_rows(weights: Mapping[str, Path], name: str, rows: slice = slice(None)) -> Tensor:

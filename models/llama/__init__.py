@@ -3,19 +3,8 @@
 from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
-from typing import Any
 
 from models.llama.model import LlamaConfig, RopeScaling
-
-
-def recorded_flavor(fields: Mapping[str, Any]) -> LlamaConfig:
-    """Build the flavor whose `dataclasses.asdict` is `fields`."""
-    known = dict(fields)
-    scaling = known.pop("rope_scaling", None)
-    if scaling:
-        scaling = RopeScaling(**scaling)
-    return LlamaConfig(**known, rope_scaling=scaling)
-
 
 llama2 = partial(LlamaConfig, vocab_size=32_000, rope_theta=10_000.0)
 llama3 = partial(LlamaConfig, n_kv_heads=8, vocab_size=128_256, rope_theta=500_000.0)

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,10 +38,10 @@ class RopeScaling:
 
     llama3 slows the low frequencies down by `factor` (Grattafiori et al. 2024, and its reference code). yarn does too,
     and multiplies cosine and sine by `attention_factor` (Peng et al. 2023). linear slows all of them (Chen et al.
-    2023). dynamic raises theta, the more the further the longest position is beyond the original context.
+    2023).
     """
 
-    kind: str = ""  # llama3; or yarn, linear, dynamic
+    kind: str = ""  # llama3; or yarn, linear
     factor: float = 8.0
     original_seq_len: int = 8192
     low_freq_factor: float = 1.0  # llama3
@@ -53,6 +53,10 @@ class RopeScaling:
     exact_bounds: bool = False
     attention_factor: float = 0.0  # yarn; 0: 0.1 ln(factor) + 1
     full_layers_only: bool = False  # layers with a window keep their angles
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("", "llama3", "yarn", "linear"):
+            raise ValueError(f"rope_scaling.kind = {self.kind!r}: must be llama3, yarn or linear")
 
 
 class Rope(NamedTuple):
@@ -97,6 +101,8 @@ class LlamaConfig:
             object.__setattr__(self, "head_dim", self.dim // self.n_heads)
         for name in ("windows", "rope_thetas"):  # lists in TOML and JSON
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if isinstance(self.rope_scaling, dict):  # in TOML and JSON
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
         if self.n_heads % self.n_kv_heads or self.head_dim % 2:
             heads = f"n_heads = {self.n_heads}, n_kv_heads = {self.n_kv_heads}, head_dim = {self.head_dim}"
             raise ValueError(f"n_heads must be a multiple of n_kv_heads and head_dim even: {heads}")
@@ -140,21 +146,14 @@ class KVCache:
         return stored[:, :, :length].chunk(2, dim=1)
 
 
-def rope_frequencies(rope: Rope, device: torch.device, lengths: Tensor | None = None) -> Tensor:
-    """Angle per position by which each pair of a head is rotated, [H / 2], float32 (Su et al. 2021).
-
-    `lengths` [B, 1, 1], each row's longest position + 1, is for dynamic scaling, whose angles are [B, 1, H / 2].
-    """
-    theta: Any = rope.theta
-    head_dim, scaling = rope.head_dim, rope.scaling
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
-    if not theta:
+def rope_frequencies(rope: Rope, device: torch.device) -> Tensor:
+    """Angle per position by which each pair of a head is rotated, [H / 2], float32 (Su et al. 2021)."""
+    scaling = rope.scaling
+    exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32, device=device) / rope.head_dim
+    if not rope.theta:
         return torch.zeros_like(exponents)
-    if scaling is not None and scaling.kind == "dynamic" and lengths is not None:
-        growth = scaling.factor * lengths / scaling.original_seq_len - (scaling.factor - 1)
-        theta = theta * growth.clamp(min=1) ** (head_dim / (head_dim - 2))
-    frequencies = 1.0 / theta**exponents
-    if scaling is None or scaling.kind == "dynamic":
+    frequencies = 1.0 / rope.theta**exponents
+    if scaling is None:
         return frequencies
     if scaling.kind == "linear":
         return frequencies / scaling.factor
@@ -187,9 +186,9 @@ def _yarn_keep(rope: Rope, scaling: RopeScaling, device: torch.device) -> Tensor
     return 1 - ((pairs - first) / (last - first)).clamp(0, 1)
 
 
-def rope_cos_sin(rope: Rope, positions: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def rope_cos_sin(rope: Rope, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles at every position, each [B or 1, S, 1, H], float32."""
-    angles = positions[..., None].float() * rope_frequencies(rope, positions.device, lengths)
+    angles = positions[..., None].float() * rope_frequencies(rope, positions.device)
     angles = torch.cat((angles, angles), dim=-1).unsqueeze(-2)
     if rope.scaling is None or rope.scaling.kind != "yarn":
         return angles.cos(), angles.sin()
@@ -261,13 +260,6 @@ def _build_mask(window: int, positions_BS: Tensor, own: Tensor, masked: bool, ca
     if masked or 0 < window < positions_BS.shape[1]:
         return causal_mask(positions_BS, own, window)
     return None
-
-
-def _build_angles(rope: Rope, positions_BS: Tensor, own_positions_BS: Tensor) -> tuple[Tensor, Tensor]:
-    lengths = None
-    if rope.scaling is not None and rope.scaling.kind == "dynamic":
-        lengths = positions_BS.amax(1)[:, None, None] + 1  # of each row, so that no row depends on its neighbours
-    return rope_cos_sin(rope, own_positions_BS, lengths)
 
 
 def attention(q_BNSH: Tensor, k_BKTH: Tensor, v_BKTH: Tensor, mask: Mask) -> Tensor:
@@ -419,7 +411,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Build it on the meta device, shard it, then fill it by `models.init.init_weights` or from a checkpoint.
+    """Build it on the meta device, shard it, then fill it by `models.weights.init_weights` or from a checkpoint.
 
     `compute_dtype` is the type of the residual stream and so of all computation; None: the weights' own. With context
     parallelism `local_indices(S)` gives the places of the tokens this rank holds, and `local_mask` says whether
@@ -474,7 +466,7 @@ class Llama(nn.Module):
         windows = {self.config.window(int(layer)) for layer in self.layers}
         masks = {window: _build_mask(window, positions, own, masked, caches) for window in windows}
         ropes = {self.config.rope(int(layer)) for layer in self.layers}
-        angles = {rope: _build_angles(rope, positions, own_positions) for rope in ropes}
+        angles = {rope: rope_cos_sin(rope, own_positions) for rope in ropes}
 
         h = x if self.tok_embeddings is None else self.tok_embeddings(x)
         h = h.to(self.compute_dtype or h.dtype)

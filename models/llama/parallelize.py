@@ -61,8 +61,7 @@ def check_parallelism(flavor: LlamaConfig, config: Config) -> None:
     for name in ("n_heads", "n_kv_heads", "hidden_dim", "vocab_size"):
         size = getattr(flavor, name)
         if size % settings.tp:
-            hint = "; without initial weights, model.vocab_size may be larger" * (name == "vocab_size")
-            raise ConfigError(f"parallelism.tp = {settings.tp}: must divide {name} = {size}{hint}")
+            raise ConfigError(f"parallelism.tp = {settings.tp}: must divide {name} = {size}")
     pieces = settings.tp
     if settings.cp > 1:
         pieces *= 2 * settings.cp

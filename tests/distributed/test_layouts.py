@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import models
 from models import build_model
-from models.init import init_weights
+from models.weights import init_weights
 from optim import learning_rate
 from parallel.mesh import ParallelDims
 from tests.layouts import TABLES, Table, some

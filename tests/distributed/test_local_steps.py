@@ -17,8 +17,8 @@ from data.loader import DataLoader
 from float8.convert import convert_to_float8
 from loss import IGNORED
 from models import find_model
-from models.init import init_weights
 from models.llama.model import Llama
+from models.weights import init_weights
 from optim import learning_rate
 from tests.runs import STEPS, column, final_weights, flat, launch, same, saved_steps
 from train import train

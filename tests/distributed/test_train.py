@@ -332,7 +332,7 @@ def ask_during_validation(arguments: list[str], asked: bool) -> int:
                 os.kill(os.getpid(), signal.SIGUSR1)
             yield batch
 
-    with mock.patch("validate.validation_batches", batches):
+    with mock.patch("validation.validation_batches", batches):
         run(arguments)
     return taken
 
@@ -354,7 +354,7 @@ def test_asked_to_stop_during_a_validation_it_saves_without_awaiting_its_end(
 
 def run_without_held_out_data(arguments: list[str]) -> None:
     gone = DataError("held-out data is gone")
-    with mock.patch("validate.validation_batches", side_effect=gone), pytest.raises(DataError, match=str(gone)):
+    with mock.patch("validation.validation_batches", side_effect=gone), pytest.raises(DataError, match=str(gone)):
         train(load_config(arguments))
 
 

@@ -28,9 +28,9 @@ from data.shards import open_dataset
 from data.tokenizer import Tokenizer
 from loss import cross_entropy
 from models import build_model, find_model
-from models.init import init_weights
 from models.llama.model import FeedForward
 from models.trained import Trained, load_trained
+from models.weights import init_weights
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Compute
 from tests.corpus import stored_blocks, write_dataset
@@ -41,8 +41,9 @@ from tools.average import main as average
 from tools.compare import read_run
 from tools.hf import export_model
 from train import train
-from validate import as_packed, measure, validate_weights
+from validate import as_packed, measure
 from validate import main as validate
+from validation import validate_weights
 
 SEQ_LEN = 16
 
@@ -150,7 +151,7 @@ def sums_of_a_long_set() -> list[dict[str, float]]:
     compute = Compute(mock.Mock(), lambda *_: nats)
     found = []
     for batches in (held_out(LABELS, BATCHES), held_out(torch.full_like(LABELS, IGNORED), 2)):
-        with mock.patch("validate.validation_batches", return_value=batches):
+        with mock.patch("validation.validation_batches", return_value=batches):
             found.append(validate_weights(run, mock.Mock(parts=[], compute=compute), 1))
     return found
 

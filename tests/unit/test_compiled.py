@@ -18,8 +18,8 @@ from torch._inductor.async_compile import AsyncCompile
 from config import ActivationCheckpoint, Compile, Float8
 from float8.convert import convert_to_float8
 from loss import build_loss
-from models.init import init_weights
 from models.llama.model import Llama, LlamaConfig, rope_cos_sin
+from models.weights import init_weights
 from parallel.activation_checkpoint import apply_activation_checkpoint, guide_compiler
 from tests.harness import run_ranks
 

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_precedence_default_base_file_command_line(tmp_path: Path) -> None:
-    (tmp_path / "base.toml").write_text("[training]\nsteps = 50\nseq_len = 64\nlocal_batch_size = 3\n")
+    text = "[training]\nsteps = 50\nseq_len = 64\nlocal_batch_size = 3\n"
+    (tmp_path / "base.toml").write_text(text, encoding="utf-8-sig")  # with a byte order mark
     (tmp_path / "child.toml").write_text('base = "base.toml"\n[training]\nseq_len = 128\n[model]\nflavor = "8B"\n')
     words = ["--training.local_batch_size=5", "--training.local_batch_size=6", "--run.seed", "7"]
     config = load_config(["--compile.enable", str(tmp_path / "child.toml"), *words])  # a bare FILE.toml is the config
@@ -37,7 +38,6 @@ def test_precedence_default_base_file_command_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
-        (["--compile.enable", "false"], "compile.enable", False),
         (["--data.weights=.7, 1."], "data.weights", (0.7, 1.0)),
         (['--data.datasets=["a", "b"]'], "data.datasets", ("a", "b")),
         (["--parallelism.dp_shard", "-1"], "parallelism.dp_shard", -1),
@@ -56,15 +56,9 @@ MISTAKES = {  # words of a command line → parts of what is said: the option, i
     "training.steps=3": "training.steps=3|FILE.toml|--section.field=value",
     "--training.steps=ten": 'training.steps = "ten"|an integer >= 1',
     "--training.steps=0": "training.steps = 0|an integer >= 1",
-    f"--training.steps={'9' * 401}": "training.steps = 999|an integer >= 1",
-    f"--optimizer.lr={'9' * 401}": "optimizer.lr|a number >= 0",
     "--optimizer.lr=nan": "optimizer.lr|a number >= 0",
-    "--optimizer.lr=inf": "optimizer.lr|a number >= 0",
-    "--training.global_batch_size=-1": "global_batch_size = -1|an integer >= 0",
     "--training.global_batch_size='8 @ 1k'": "8 @ 1k|from 0 on",
-    "--training.global_batch_size='8 @ 0, 16'": "8 @ 0, 16|from 0 on",
     "--training.global_batch_size='8 @ 0, 16 @ 2k, 8 @ 2k'": "16 @ 2k, 8 @ 2k|must rise",
-    "--training.global_batch_size='8 @ 0, 16 @ inf'": "16 @ inf|from 0 on",
     "--data.weights=1,x": "data.weights|x|a number above 0",
     "--training.param_dtype=bf16": "param_dtype|bf16|did you mean bfloat16",
     "--training.epochs=1 --training.steps=3": "training.steps and training.epochs",
@@ -76,7 +70,6 @@ MISTAKES = {  # words of a command line → parts of what is said: the option, i
     "--help training.stpes": "--help training.stpes|did you mean --training.steps",
     "--config=debug.toml": "debug.toml|No such file|mean train_configs/debug.toml?",
     "--run.folder=s3://b/x": 'run.folder = "s3://b/x"|not a URL',
-    "--run.folder=o\udcff": "run.folder|UTF-8",
     "--checkpoint.folder=s3:/b/x": 'checkpoint.folder = "s3:/b/x"|s3://bucket/prefix',
     "--checkpoint.aws_secret_access_key=abc": "credentials are never part of a config",
     "--validation.sample_token=9": "did you mean --validation.sample_tokens",
@@ -84,15 +77,10 @@ MISTAKES = {  # words of a command line → parts of what is said: the option, i
     "--checkpoint.folder=s3://key:secret@bucket/x": "checkpoint.folder|s3://***@bucket/x|environment",
     # Fields of the model.
     "--model.n_head=4": "model.n_head|did you mean --model.n_heads",
-    "--model.flavour=3B": "model.flavour|did you mean --model.flavor",
-    "--model.changes=dim=64": "model.changes: unknown key",
     "--model.rope_scaling='{kind = \"linaer\"}'": "model.rope_scaling.kind|linaer",
     "--model.windows=[-3]": "model.windows[0]|>= 0",
     "--model.hidden_dim=0": "model.hidden_dim = 0|>= 1",
-    "--model.hidden_dim=100.0": "model.hidden_dim = 100.0|an integer",
     "--model.tie_embeddings=2": "model.tie_embeddings = 2|true or false",
-    "--model.rope_theta=-5": "model.rope_theta = -5|above 0",
-    "--model.n_heads=0": "model.n_heads = 0|>= 1",
     "--model.dim=true": "model.dim = true|an integer",
     "--model.qk_norm=heads": "model.qk_norm|did you mean head",
 }
@@ -116,9 +104,6 @@ def test_a_mistake_is_named(words: str, monkeypatch: pytest.MonkeyPatch) -> None
         ("[training\n", "not valid TOML"),
         ("training = 3\n", "must be a section"),
         ('base = "y.toml"\n', "y.toml: cannot be read: No such file"),
-        ('base = "x.toml"\n', "x.toml: is its own base"),
-        ("base = 5\n", "base = 5"),
-        ("[model]\nchanges = 5\n", "model.changes: unknown key"),
     ],
 )
 def test_a_mistake_in_a_file_is_named(text: str, said: str, tmp_path: Path) -> None:
@@ -127,11 +112,6 @@ def test_a_mistake_in_a_file_is_named(text: str, said: str, tmp_path: Path) -> N
         load_config([f"--config={tmp_path / 'x.toml'}"])
     assert said in str(error.value)
     assert str(tmp_path) in str(error.value)
-
-
-def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_text("[training]\nsteps = 3\n", encoding="utf-8-sig")
-    assert load_config([str(tmp_path / "x.toml")]).training.steps == 3
 
 
 def test_what_comes_later_counts(tmp_path: Path) -> None:
@@ -196,24 +176,23 @@ def test_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
 
 
 def test_a_run_is_resumed_by_its_own_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What another version recorded, and this one does not know, is left out and named."""
+    """Settings of another version, which this one does not know, are left out and named."""
     text = (
         settings.to_toml(Config(run=settings.Run(seed=5), training=Training(steps=70, seq_len=64)))
         + '[branch]\nidea = "s3://me:secret@x"\n'
     )
-    text = text.replace("[optimizer]\n", "[optimizer]\nidea = 3\n").replace('name = "adamw"', 'name = "lion"')
+    text = text.replace("[optimizer]\n", "[optimizer]\nidea = 3\n")
     text = text.replace("[model]\n", "[model]\nidea = 1\n")
     (tmp_path / "config.toml").write_text(text)
     config = load_config(["--resume", str(tmp_path), "--training.steps=90"])
     assert config == Config(run=settings.Run(folder=str(tmp_path), seed=5), training=Training(steps=90, seq_len=64))
     assert caplog.messages == [
         f"{tmp_path / 'config.toml'}: settings that this version does not know, left out: "
-        "model.idea = 1, optimizer.idea = 3, optimizer.name = 'lion', branch.idea = 's3://***@x'"
+        "model.idea = 1, optimizer.idea = 3, branch.idea = 's3://***@x'"
     ]
-    for damaged in ("[run", "steps = 3"):
-        (tmp_path / "config.toml").write_text(damaged)
-        with pytest.raises(ConfigError, match=r"config\.toml: .*(not valid TOML|steps)"):
-            load_config([f"--resume={tmp_path}"])
+    (tmp_path / "config.toml").write_text("[run")
+    with pytest.raises(ConfigError, match=r"config\.toml: .*not valid TOML"):
+        load_config([f"--resume={tmp_path}"])
 
 
 def test_a_resume_of_a_run_of_epochs_takes_the_steps_that_are_typed(tmp_path: Path) -> None:
@@ -226,18 +205,6 @@ def test_a_resume_of_a_run_of_epochs_takes_the_steps_that_are_typed(tmp_path: Pa
     assert load_config([*resume, "--checkpoint.initial_load=x"]).model.flavor == Config().model.flavor
     with pytest.raises(ConfigError, match=re.escape(f"--resume={tmp_path}x: ") + f".*did you mean {tmp_path}"):
         load_config([f"--resume={tmp_path}x"])
-
-
-def test_what_an_earlier_version_recorded_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    group = '{pattern = "[to]*.weight", kind = "", lr = 5.0, weight_decay = -1.0, betas = [], rows = 0}'
-    (tmp_path / "config.toml").write_text(
-        '[model]\nname = "llama"\nflavor = "2M"\nchanges = ["qk_norm=\\"head\\"", "rope_scaling=null"]\n'
-        f"vocab_size = 0\nn_layers = 3\n[optimizer]\ngroups = [{group}]\n"
-    )
-    config = load_config(["--resume", str(tmp_path)])
-    assert config.model == settings.Model(flavor="2M", qk_norm="head", n_layers=3)
-    assert config.optimizer.groups == (settings.ParameterGroup(pattern="[to]*.weight", lr=5.0),)
-    assert not caplog.messages
 
 
 def test_help_of_words_prints_the_settings_that_have_them_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -312,20 +279,6 @@ def test_config_needs_no_torch_and_says_errors_in_one_line() -> None:
         assert result.stderr.startswith("error: training.steps")
 
 
-@pytest.mark.parametrize(
-    ("raised", "code", "said"),
-    [
-        (PermissionError(13, "is closed", "a/b"), 2, "error: a/b: is closed\n"),
-        (ConfigError("a mistake"), 2, "error: a mistake\n"),
-        (KeyboardInterrupt(), 130, ""),
-    ],
-)
-def test_how_commands_end(raised: BaseException, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended, settings.command_line(exit_code=2):
-        raise raised
-    assert (ended.value.code, capsys.readouterr().err) == (code, said)
-
-
 def commands_of_run_llama_train() -> list[str]:
     """CONFIG_FILE, FILE.toml and options of every command with `run_llama_train.sh` in the pages and the script."""
     pages = (ROOT / "README.md", ROOT / "run_llama_train.sh", *(ROOT / "docs").glob("*.md"))
@@ -368,6 +321,9 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     ([PP, "--training.seq_len=128 @ 0, 256 @ 1k"], 2, "must be one with parallelism.pp = 2"),
     (["--training.global_batch_size=16 @ 0, 24 @ 1k"], 2, "global_batch_size = 24: must be .*8 x 2"),
     (["--parallelism.tp=3"], 3, "n_heads"),
+    ([TP, "--model.vocab_size=49159"], 2, "tp = 2: must divide vocab_size = 49159"),
+    ([TP, "--model.qk_norm=width"], 2, "tp = 2: no rank has the whole width"),
+    ([CP, RING, "--model.windows=[8]"], 2, 'cp_method = "ring": has no windows'),
     (["--parallelism.local_steps=10"], 2, "needs dp_replicate above 1"),
     (["--parallelism.local_steps=30", DP], 2, "checkpoint.interval = 200: must be a multiple of"),
     (["--float8.enable", "--float8.kernels=own", "--float8.emulate"], 1, "cannot be used with float8.emulate"),

@@ -3,11 +3,9 @@
 import copy
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,13 +16,11 @@ from checkpoint.loading import model_differences
 from config import ConfigError, Float8
 from data.tokenizer import train_tokenizer
 from float8.convert import convert_to_float8
-from models.generation import Request, generate
-from models.llama import FLAVORS, recorded_flavor
+from models.llama import FLAVORS
 from models.llama import hf as llama_hf
 from models.llama.hf import from_hf_config, hf_names, to_hf_config
 from models.llama.model import KVCache, Llama, LlamaConfig
-from models.trained import load_trained
-from tests.unit.test_llama import FAMILIES, LLAMA3_ROPE, random_tokens
+from tests.unit.test_llama import FAMILIES, random_tokens
 from tools.hf import export_model, import_model
 
 SHAPE = {
@@ -37,20 +33,17 @@ SHAPE = {
     "max_position_embeddings": 64,
     "pad_token_id": None,
 }
-NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40}
 MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]
 MODELS: dict[str, dict[str, Any]] = {
     **{name: {"model_type": "llama", **settings} for name, settings in FAMILIES.items()},
     "llama with biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "linear": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 5e3},
-    "dynamic": {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
     "yarn": {"model_type": "llama", "rope_parameters": YARN},
     "yarn, all set": {
         "model_type": "llama",
         "rope_parameters": {**YARN, "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 1.5, "truncate": False},
     },
-    "yarn, as DeepSeek": {"model_type": "llama", "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.5}},
     "mistral": {"model_type": "mistral", "sliding_window": 24, "use_sliding_window": False},  # which it has not
     "mistral, head_dim": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
@@ -84,26 +77,17 @@ TYPED: dict[str, dict[str, Any]] = {
     "smollm3, more entries than layers": {"model_type": "smollm3", "no_rope_layers": [1, 1, 0, 1, 1, 1, 0, 1]},
     "smollm3, windows by default": {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 11},
     "smollm3, yarn": {"model_type": "smollm3", "rope_parameters": YARN},
-    "yarn, original length outside": {
-        "model_type": "llama", "original_max_position_embeddings": 20, "rope_scaling": YARN
-    },
     "yarn, no original length": {"model_type": "llama", "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-    "yarn, factor by lengths": {
-        "model_type": "llama", "original_max_position_embeddings": 16, "rope_scaling": {**YARN, "factor": None}
+    "yarn, bounds beyond the pairs": {
+        "model_type": "llama", "max_position_embeddings": 800_000,
+        "rope_parameters": {**YARN, "original_max_position_embeddings": 200_000},
     },
     "yarn, bounds of one pair": {
         "model_type": "llama", "rope_parameters": {**YARN, "beta_fast": 2.0, "beta_slow": 2.0, "truncate": False}
     },
-    "llama3, original length outside": {
-        "model_type": "llama", "original_max_position_embeddings": 32, "rope_scaling": LLAMA3_ROPE
-    },
     "olmo3, theta of windows": {
         "model_type": "olmo3", "sliding_window": 16, "rope_theta": 3e5,
         "rope_parameters": {"sliding_attention": {"rope_type": "default", "rope_theta": 77.0}},
-    },
-    "olmo3, original length outside": {
-        "model_type": "olmo3", "sliding_window": 16, "original_max_position_embeddings": 20,
-        "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
     },
 }  # fmt: skip
 
@@ -162,26 +146,6 @@ def test_cached_decoding_gives_the_same_logits(name: str) -> None:
     torch.testing.assert_close(torch.cat(pieces, dim=1), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("flavor", "parameters"),
-    [  # as published with the models
-        ("qwen3_0.6B", 596_049_920),
-        ("qwen3_1.7B", 1_720_574_976),
-        ("qwen3_4B", 4_022_468_096),
-        ("qwen3_8B", 8_190_735_360),
-        ("mistral_7B", 7_248_023_552),
-        ("granite3.3_2B", 2_533_539_840),
-        ("granite3.3_8B", 8_170_864_640),
-        ("smollm3_3B", 3_075_098_624),
-        ("olmo2_7B", 7_298_617_344),
-    ],
-)
-def test_flavors_have_the_published_number_of_parameters(flavor: str, parameters: int) -> None:
-    with torch.device("meta"):
-        model = Llama(FLAVORS[flavor])
-    assert sum(p.numel() for p in model.parameters()) == parameters
-
-
 @pytest.mark.parametrize(("kernels", "biases"), [("own", False), ("compiler", True)])
 def test_in_float8_each_gradient_is_near_that_of_float64(kernels: str, biases: bool) -> None:
     """With norms after the branches, which own kernels must not take for those that feed a matmul."""
@@ -219,82 +183,28 @@ def test_own_float8_kernels_refuse_a_bias() -> None:
     ("edit", "said"),
     [
         ({"model_type": "gemma3_text"}, "model_type = 'gemma3_text': must be one of llama, mistral, "),
-        ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias = True: a qwen2 has no such option"),
-        ({"model_type": "llama", "sliding_window": 64}, "sliding_window = 64: a llama has no such option"),
-        ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 5, "use_sliding_window": True}, "chunked_atte"),
-        (
-            {"model_type": "smollm3", "layer_types": ["sliding_attention"] * 5, "sliding_window": 9},
-            "sliding_window is off",
-        ),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type = 'longrope': must be"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "rope_parameters of full_attention: only"),
-        ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 1e4}}, "rope_parameters.rope_theta = 10000.0: must"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias = True"),
+        ({"sliding_window": 64}, "sliding_window = 64"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"original_max_position_embeddings": 20}, "original_max_position_embeddings = 20"),
+        ({"hidden_size": 64.0}, "transformers refuses it: .*hidden_size"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention"] * 3}, "transformers refuses it: .*layer_types"),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 5}, "layer_types: chunked_attention"),
+        ({"model_type": "smollm3", "layer_types": MIXED, "sliding_window": 9}, "sliding_attention cannot be run"),
+        ({"model_type": "smollm3", "no_rope_layers": [1], "layer_types": MIXED[1:2] * 5}, "no_rope_layers: has 1"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic': must be"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor = '2'"),
+        ({"rope_parameters": {**YARN, "factor": None}}, "needs a factor"),
+        ({"rope_parameters": {**YARN, "mscale": 0.8}}, "mscale = 0.8"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "full_attention = "),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"model_type": "olmo3", "rope_parameters": {"sliding_attention": YARN}}, "'yarn' of sliding_attention"),
     ],
     ids=str,
 )
 def test_what_cannot_be_run_is_refused_by_name_and_value(edit: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with pytest.raises(ValueError, match=said):
         from_hf_config({"model_type": "llama", "rms_norm_eps": 1e-5, **SHAPE, **edit})
-
-
-REFUSED: list[tuple[str, str, Any]] = [
-    *[(name, "head_dim", None) for name in ("qwen2", "qwen3", "granite", "smollm3", "olmo2", "olmo3")],
-    *[(name, "layer_types", ["full_attention"] * 3) for name in ("qwen2", "qwen3", "smollm3", "olmo3")],
-    *[(name, "use_sliding_window", None) for name in ("qwen2", "qwen3", "smollm3")],
-    *[(name, "sliding_window", 0) for name in ("mistral", "olmo3")],
-    *[("smollm3", "no_rope_layers", value) for value in ([], [1, 0], 3)],
-    ("llama", "rms_norm_eps", None),
-    ("llama", "rms_norm_eps", "1e-5"),
-    ("olmo2", "tie_word_embeddings", None),
-    ("mistral", "num_key_value_heads", None),
-    ("llama", "num_key_value_heads", 0),
-    ("olmo3", "sliding_window", None),
-    ("smollm3", "no_rope_layer_interval", 0),
-    ("qwen3", "max_window_layers", None),
-    ("granite", "residual_multiplier", None),
-    ("granite", "attention_bias", 1),
-    ("llama", "hidden_size", 64.0),
-    ("llama", "hidden_act", None),
-    ("llama", "max_position_embeddings", None),
-    ("llama", "rope_theta", None),
-    ("llama", "rope_scaling", 5),
-    ("llama", "rope_scaling", {"rope_type": "linear"}),
-    ("llama", "rope_scaling", {"rope_type": "dynamic", "factor": "2"}),
-]
-
-
-@pytest.mark.parametrize(("model_type", "key", "value"), REFUSED, ids=str)
-def test_what_transformers_refuses_is_refused_by_name_and_value(model_type: str, key: str, value: Any) -> None:
-    typed = {"model_type": model_type, **SHAPE, key: value}
-    with pytest.raises(Exception, match=r"\S"):  # of many kinds, some only in a forward
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(**copy.deepcopy(typed)))(random_tokens(1, 80))
-    with pytest.raises(ValueError, match=key) as refusal:
-        from_hf_config(typed)
-    assert isinstance(value, dict | list) or repr(value) in str(refusal.value)
-
-
-@pytest.mark.parametrize("model_type", llama_hf.FAMILIES)
-def test_fields_that_a_config_leaves_out_are_those_of_transformers(model_type: str) -> None:
-    needed = {"model_type": model_type, **{key: SHAPE[key] for key in NEEDED}}
-    theirs = AutoConfig.for_model(use_sliding_window=True, **needed).to_dict()
-    # Written by transformers as what follows from them.
-    derived = {"head_dim", "layer_types", "no_rope_layers", "rope_parameters", "use_sliding_window"}
-    if model_type != "olmo3":
-        theirs["rope_theta"] = theirs["rope_parameters"]["rope_theta"]
-    ours = msgspec.to_builtins(llama_hf.read_config(needed))
-    ours["num_key_value_heads"] = ours["num_key_value_heads"] or SHAPE["num_attention_heads"]
-    shared = ours.keys() & theirs.keys() - derived
-    assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
-    assert {"max_position_embeddings", "rms_norm_eps", "tie_word_embeddings"} < shared
-    assert llama_hf.ignored_keys(theirs) == []
-
-
-def test_keys_that_nobody_reads_are_named() -> None:
-    odd = {"clip_qkv": 8.0, "use_qk_norm": True, "auto_map": {"AutoModel": "code.Model"}, "final_logit_softcapping": 30}
-    off = {"attn_logit_softcapping": None, "use_mrope": False, "transformers_version": "5.0", "sep_token_id": 3}
-    assert llama_hf.ignored_keys({**SHAPE, **odd, **off}) == list(odd)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,12 +216,8 @@ class EditedConfig(LlamaConfig):
     ("options", "named"),
     [
         ({"relu_squared": True}, "^relu_squared = True: "),
-        ({"norm_after": True, "relu_squared": True}, "^relu_squared = True: "),
         ({"windows": (8, 16)}, r"^windows = \(8, 16\): "),
-        (
-            {"norm_after": True, "qk_norm": "width", "embedding_multiplier": 2.0},
-            "^embedding_multiplier = 2.0: .* olmo2",
-        ),
+        ({"norm_after": True, "qk_norm": "width", "embedding_multiplier": 2.0}, "^embedding_multiplier = 2.0: olmo2"),
     ],
 )
 def test_an_export_names_the_field_that_no_family_has(
@@ -348,8 +254,8 @@ def test_a_model_is_exported_however_its_options_are_written(options: dict[str, 
 
 @pytest.mark.parametrize(
     "name",
-    ["llama3.2", "llama with biases", "dynamic", "yarn, all set", "mistral", "qwen2 with windows", "qwen3 with biases",
-     "granite", "smollm3, chosen layers", "olmo2", "olmo3", "olmo3, no windows"],
+    ["llama3.2", "llama with biases", "yarn, all set", "mistral", "qwen2 with windows", "qwen3 with biases", "granite",
+     "smollm3, chosen layers", "olmo3"],
 )  # fmt: skip
 def test_import_and_export_keep_every_weight_and_the_family(name: str, tmp_path: Path) -> None:
     """From several files. The import itself compares logits with transformers, the export its own."""
@@ -370,27 +276,19 @@ def test_import_and_export_keep_every_weight_and_the_family(name: str, tmp_path:
         assert torch.equal(weight, back.state_dict()[key]), key
     tokens = random_tokens(2, 160)
     assert torch.equal(back(tokens).logits, hf(tokens).logits)
-    prompt = tokens[:1, :30]
-    hf.generation_config.eos_token_id = None
-    made = hf.generate(prompt, max_new_tokens=20, do_sample=False, pad_token_id=0)
-    trained = load_trained(str(tmp_path / "ours"), device=torch.device("cpu"), dtype=torch.float32)
-    rows = generate(trained.model, prompt.tolist(), torch.device("cpu"), Request(max_tokens=20, temperature=0.0))
-    assert [row[0] for row in rows] == made[0, 30:].tolist()
 
 
 def test_a_run_from_before_the_options_is_of_the_same_model() -> None:
     """Its record has no such fields; a record of today's has lists in place of tuples."""
+    for name in ("8B_3.1", "smollm3_3B"):
+        today = dataclasses.asdict(FLAVORS[name])
+        recorded = json.loads(json.dumps(today))
+        assert LlamaConfig(**recorded) == FLAVORS[name]
+        assert not model_differences(recorded, today)
+    before = json.loads(json.dumps(dataclasses.asdict(FLAVORS["8B_3.1"])))
+    del before["qk_norm"], before["windows"], before["rope_scaling"]["beta_fast"]
     today = dataclasses.asdict(FLAVORS["8B_3.1"])
-    before = json.loads(json.dumps(today))
-    new = ("qkv_bias", "o_bias", "mlp_bias", "qk_norm", "norm_after", "windows", "rope_thetas", "embedding_multiplier",
-           "attention_multiplier", "residual_multiplier", "logits_divisor")  # fmt: skip
-    for key in new:
-        del before[key]
-    old = ("factor", "low_freq_factor", "high_freq_factor", "original_seq_len")
-    before["rope_scaling"] = {key: today["rope_scaling"][key] for key in old}
-    assert recorded_flavor(before) == FLAVORS["8B_3.1"]
+    assert LlamaConfig(**before) == FLAVORS["8B_3.1"]
     assert not model_differences(before, today)
-    smollm3 = dataclasses.asdict(FLAVORS["smollm3_3B"])
-    assert not model_differences(json.loads(json.dumps(smollm3)), smollm3)
     before["rope_scaling"]["factor"] = 4.0
     assert model_differences(before, today) == "rope_scaling: factor is 4.0 there and 8.0 here"

@@ -33,10 +33,9 @@ from config import (
     to_toml,
 )
 from metrics import MetricsLogger, configure_logging, find_trackers, peak_flops
-from models import MODELS, find_model
+from models import MODELS, find_model, settle_model
 from models.llama import FLAVORS
 from models.llama.model import LlamaConfig
-from models.trained import settle_model
 from run.processes import LaunchEnvironment, init_distributed
 from run.profiling import profile
 from storage.records import read_records
@@ -240,7 +239,9 @@ def test_the_shape_of_a_checkpoint_becomes_settings(name: str, tmp_path: Path) -
 def test_a_field_of_a_model_that_is_no_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     forked = dataclasses.make_dataclass("Forked", [("sinks", int, 4)], bases=(LlamaConfig,), frozen=True, kw_only=True)
     flavor = forked(**dataclasses.asdict(FLAVORS["tiny"]))
-    monkeypatch.setattr("models.MODELS", {"llama": dataclasses.replace(MODELS["llama"], flavors={"tiny": flavor})})
+    monkeypatch.setattr(
+        "models.MODELS", {"llama": dataclasses.replace(MODELS["llama"], flavors={"tiny": flavor}, shape=forked)}
+    )
     with pytest.raises(ConfigError, match=r"Forked\.sinks: is no setting yet; add it to the class Model in config\.py"):
         find_model(Model(flavor="tiny"), 100)
 
