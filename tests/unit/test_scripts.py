@@ -204,7 +204,6 @@ def test_a_crash_of_a_rank_shows_all_that_torchrun_says_and_a_stop_no_traceback(
 
 NODE = str(ROOT / "launch" / "node.sh")
 STARTED = "echo 2 > run/.started\n"
-SUPERSEDED = f"run/.superseded.{socket.gethostname()}"
 
 
 def write_end(kind: str, start_again: bool) -> str:
@@ -223,7 +222,6 @@ def write_end(kind: str, start_again: bool) -> str:
         (f"{STARTED}: > run/exit.json\n", 75),  # while one of them wrote it
         ("", 75),  # torchrun itself failed
         ("exit 2\n", 100),  # a mistake
-        (f"{write_end('lost', True)}touch {SUPERSEDED}\n", 100),  # the run is another start's, on another machine
     ],
 )
 def test_how_a_run_ended_decides_whether_a_node_asks_for_another_start(
@@ -232,7 +230,6 @@ def test_how_a_run_ended_decides_whether_a_node_asks_for_another_start(
     """Whatever an earlier start has left."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".started").write_text("1\n")
-    (tmp_path / SUPERSEDED).touch()
     (tmp_path / "run" / "exit.json").write_text('{"kind": "error", "start_again": false}')
     write_program(tmp_path / ".venv" / "bin" / "python", f'#!/bin/sh\necho "$@" > log\n{torchrun}exit 1\n')
     assert run(tmp_path, NODE, "run", "--nnodes=2", "train.py", "--training.steps=9") == (code, "")
