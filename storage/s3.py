@@ -195,6 +195,11 @@ class S3Store:
         return answer
 
 
+def part_bytes(number: int) -> int:
+    """The size of a part of an upload, counted from 0. They grow, since an upload has at most 10,000."""
+    return PART_BYTES << number // 1000
+
+
 class _Upload:
     """A file being written: parts sent while the next is filled, or one request if it is small."""
 
@@ -212,7 +217,7 @@ class _Upload:
         rest = np.frombuffer(data, np.uint8)
         while len(rest):
             if not self.part:
-                self.part = bytearray(PART_BYTES << len(self.sent) // 1000)  # they grow: an upload has at most 10,000
+                self.part = bytearray(part_bytes(len(self.sent)))
             room = np.frombuffer(self.part, np.uint8)[self.filled_bytes :]
             size = min(len(room), len(rest))
             room[:size] = rest[:size]  # numpy lets all other threads run meanwhile, such as the one that trains
