@@ -174,16 +174,14 @@ def train_bias_late(folder, mesh, first):
     return loaded, run.everything()
 
 
-@pytest.mark.parametrize("first_is_frozen", [False, True])
-def test_stages_of_a_pipeline_may_have_state_at_different_steps_or_never(tmp_path, first_is_frozen):
+def test_stages_of_a_pipeline_may_have_state_at_different_steps_or_never(tmp_path):
     """The ranks plan a save together, and only one of them has something new to plan."""
-    with_state = 0 if first_is_frozen else 2
-    assert run_ranks(2, save_stages, str(tmp_path), first_is_frozen) == [(2, with_state), (2, 2)]
+    assert run_ranks(2, save_stages, str(tmp_path)) == [(2, 0), (2, 2)]
 
 
-def save_stages(folder, first_is_frozen):
+def save_stages(folder):
     stage = nn.ModuleDict({str(dist.get_rank()): nn.Linear(4, 4)})
-    stage.requires_grad_(dist.get_rank() > 0 or not first_is_frozen)
+    stage.requires_grad_(dist.get_rank() > 0)
     optimizer = torch.optim.AdamW(stage.parameters())
     config = Config(checkpoint=Checkpoint(folder=folder, timeout_seconds=5))
     manager = build_manager(config, [stage], optimizer)

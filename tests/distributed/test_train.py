@@ -99,21 +99,6 @@ def test_a_term_of_a_fork_is_trained_and_logged_but_not_validated(small: tuple[s
     assert plain == pytest.approx(smoothed, rel=0.05)  # 0.1 of the uniform part would show
 
 
-def train_each(runs: list[list[str]]) -> list[tuple[Path, float, bool]]:
-    """Several runs in this process: the folder and the last validation loss that `train` returns of each."""
-    returned = [train(load_config(arguments)) for arguments in runs]
-    return [(folder, row["validation_loss"], dist.is_initialized()) for folder, row in returned]
-
-
-def test_two_runs_in_a_process_have_the_bits_of_two_processes(small: tuple[str, ...], tmp_path: Path) -> None:
-    runs = [[*small, "--training.param_dtype=bfloat16", f"--run.folder={tmp_path / name}"] for name in "abc"]
-    (together,) = run_ranks(1, train_each, runs[:2], start_group=False)
-    ((alone,),) = run_ranks(1, train_each, runs[2:], start_group=False)
-    assert together == [(tmp_path / name, *alone[1:]) for name in "ab"]
-    for key in ("loss", "grad_norm"):
-        assert column(tmp_path / "a", key) == column(tmp_path / "b", key) == column(tmp_path / "c", key)
-
-
 def refusal(arguments: list[str], own: list[str]) -> str:
     """What train.py says where this rank has one setting of its own."""
     with pytest.raises(ConfigError) as refused:  # which no restart by torchrun can mend
