@@ -95,12 +95,15 @@ def plan_size(
     study: Study, size: str, own: Mapping[str, Any], rule: Mapping[str, float], multiples: Sequence[float], decay: float
 ) -> list[Run]:
     """The trunk of a size, and its branches. Raises ConfigError."""
+    if "training.steps" in own:
+        raise ConfigError(f"[sizes.{size}] training.steps: the multiples give the steps")
     config = study.run({}, own).config
     parameters, _ = measure_model(config)
     growth = parameters / rule["parameters"]
     seq_len = config.training.max_seq_len
     units = rule["batch"] * growth ** rule["batch_power"] / seq_len / rule["sequences"]
     sequences = int(rule["sequences"]) * max(1, round(units))
+    sequences = own.get("training.global_batch_size", sequences)
     batch = sequences * seq_len
     warmup = max(1, round(rule["warmup"] * parameters / batch))
     # The trunk keeps a checkpoint at the first fork and at each of its multiples.
@@ -109,16 +112,16 @@ def plan_size(
     interval = max(1, round(first / saves))
     first = saves * interval
     settings = {
-        "training.epochs": 0,
         "training.global_batch_size": sequences,
         "optimizer.lr": rule["rate"] * growth ** rule["rate_power"],
-        "lr_scheduler.schedule": "wsd",
         "lr_scheduler.warmup_steps": warmup,
+        **own,
+        "training.epochs": 0,
+        "lr_scheduler.schedule": "wsd",
         "lr_scheduler.decay_fraction": 0.0,
         "checkpoint.interval": interval,
         "checkpoint.keep_every": first,
         "training.steps": round(first * multiples[-1] / multiples[0]),
-        **own,
     }
     trunk = study.run({"size": size}, settings)
     runs = [trunk]

@@ -56,6 +56,23 @@ def test_what_the_rule_gives(tmp_path: Path, dataset: Path) -> None:
     assert (branch.training.steps, branch.lr_scheduler.decay_steps) == (21, 5)
 
 
+def test_a_size_has_settings_of_its_own(tmp_path: Path, dataset: Path) -> None:
+    """The steps follow from its batch, and a checkpoint is kept at each fork."""
+    file = write_ladder(tmp_path, dataset)
+    own = "training.global_batch_size = 2\noptimizer.lr = 0.5\ncheckpoint.interval = 3"
+    text = file.read_text().replace(f"d = {SIZES['d']}", "")
+    file.write_text(f"{text}\n[sizes.d]\n{own}\n" + SIZES["d"].strip("{}").replace(", ", "\n"))
+    trunk, first, second = (run.config for run in read_ladder(file)[1][-1])  # of the highest rate
+    assert [run.training.global_batch_size for run in (trunk, first, second)] == [2] * 3
+    assert [run.optimizer.lr for run in (trunk, first, second)] == [0.5] * 3
+    # 0.75 x 0.1 x 19,848 parameters / 64 tokens = 23.3 steps: 8 saves, 3 steps apart, give 24.
+    assert (trunk.checkpoint.interval, trunk.checkpoint.keep_every, trunk.training.steps) == (3, 24, 48)
+    assert [run.training.steps for run in (first, second)] == [32, 64]
+    file.write_text(file.read_text() + "\ntraining.steps = 9")
+    with pytest.raises(TitaniteError, match=r"\[sizes.d\] training.steps"):
+        read_ladder(file)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

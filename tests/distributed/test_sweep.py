@@ -256,9 +256,13 @@ def test_the_tables_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str
         finished_run(tmp_path, 2.0, [4.0, 3.0], lr=0.1, seed=0),
         finished_run(tmp_path, 2.0, [5.0, 4.0], lr=0.1, seed=1),
         finished_run(tmp_path, 1.0, [5.5, 4.5, 2.5], lr=0.2, seed=0),
+        finished_run(tmp_path, 1.0, [9.0], lr=0.2, seed=1),
     ]
+    runs += [run._replace(config=from_dict({"run": {"folder": str(tmp_path / "new")}})) for run in runs[:1]]
+    (runs[3].folder / "exit.json").write_text('{"kind": "error"}')
     write_results(tmp_path, runs)
-    said = capsys.readouterr().out.partition("By loss")[2].splitlines()
+    printed = capsys.readouterr().out
+    said = printed.partition("By loss")[2].splitlines()
     lines = [" ".join(line.split()) for line in said[1:]]
     # At 30 seconds the first has 15 steps, the second 30.
     assert lines[:3] == [
@@ -269,6 +273,10 @@ def test_the_tables_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str
     best = "at the end: lr=0.2. at 20 steps: lr=0.1. at 2,000 tokens: lr=0.1. at 30 seconds: lr=0.2."
     lead = "lr=0.2 leads lr=0.1 by 1, more than ±, 0.7071, over 1 and 2 runs."
     assert lines[3].endswith(f"Best {best} {lead}")
+    missing = [line.split() for line in printed.partition("Not finished")[2].splitlines()[2:4]]
+    assert missing == [["lr=0.2,seed=1", "10", "error"], ["new", "0", "none", "recorded"]]
+    with (tmp_path / "sweep.csv").open() as file:
+        assert [line["loss"] for line in csv.DictReader(file)] == ["3.0", "4.0", "2.5", "9.0", ""]
 
 
 def test_settings_of_one_last_part_are_named_whole() -> None:

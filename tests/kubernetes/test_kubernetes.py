@@ -8,44 +8,41 @@ import os
 import subprocess
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from s3fs import S3FileSystem
 
 from storage.records import read_records
-from tests.corpus import write_dataset
+from tests.runs import how_it_ended
 from tests.s3.server import create_bucket, s3_environment, s3_server
-from tests.unit.test_manifests import WRAPPER, load, pod_and_arguments
+from tests.unit.test_manifests import load, pod_and_arguments
 from tools.audit import prove
 
 HERE = Path(__file__).parent
-STORE = Path(os.environ.get("TEST_CONTAINERS", HERE.parents[1] / ".cache" / "containers"))
+STORE = Path(os.environ.get("TEST_CONTAINERS", ".cache/containers")).absolute()
 PODMAN = ("podman", "--root", STORE / "store", "--runroot", STORE / "runroot")
 IMAGE = "localhost/titanite"
-GATEWAY = "10.231.77.1"  # this machine, as pods see it
 JOB = "llama3-8b"
-STEPS = 120
 OPERATORS = yaml.safe_load((HERE / "operators.yaml").read_text())
+KILL = ("kill", "--signal=KILL")  # as where its machine is gone
+EVICT = ("stop", "--time=120")  # SIGTERM, and SIGKILL after the manifests' grace period
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
-def call(*words: object) -> str:
-    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def call(*words: str | Path) -> str:
+    return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 @pytest.fixture(scope="module", autouse=True)
 def image() -> None:
     os.environ["CONTAINERS_CONF"] = str(STORE / "containers.conf")
-    built = subprocess.run([HERE / "image.sh", STORE], capture_output=True, text=True)
+    built = subprocess.run([HERE / "image.sh", STORE], stdout=subprocess.PIPE, text=True)
     if built.returncode == 77:
         pytest.skip(built.stdout)
-    assert built.returncode == 0, built.stderr[-3000:]
+    built.check_returncode()
 
 
 @pytest.fixture
@@ -54,137 +51,101 @@ def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str
     nodes = [HERE / "nodes.sh", tmp_path / "hosts"]
     monkeypatch.setenv("S3_TEST_SERVER", "moto")
     with subprocess.Popen(nodes, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout
-        assert process.stdout.readline() == b"ready\n"
-        with s3_server(GATEWAY) as endpoint:
+        assert process.stdout and process.stdout.readline()  # noqa: PT018
+        with s3_server("10.231.77.1") as endpoint:  # this machine, as pods see it
             for name, value in s3_environment(endpoint).items():
                 monkeypatch.setenv(name, value)
             S3FileSystem.clear_instance_cache()  # of the test before, whose server is gone
             create_bucket(endpoint, "bucket")
-            documents = [[[1 + (i * j) % 90 for j in range(40)] + [0] for i in range(2000)]]
-            S3FileSystem().put(
-                f"{write_dataset(tmp_path / 'set', documents, vocab_size=100)}/", "bucket/data/web/", True
-            )
+            S3FileSystem().put("tests/golden/dataset/", "bucket/data/web/", True)
             yield s3_environment(endpoint)
 
 
-def small(arguments: list[str]) -> list[str]:
-    """A pod's arguments for a small model on a CPU."""
-    kept = [word.replace("BUCKET", "bucket").replace("node=8", "node=2") for word in arguments]
-    return [*kept, *OPERATORS["small"]]
+def overlay(arguments: list[str]) -> list[str]:
+    """A pod's arguments for a small model on a CPU, with the variables that Kubernetes fills in."""
+    text = "\n".join([*arguments, *OPERATORS["small"]])
+    for old, new in OPERATORS["filled in"].items():
+        text = text.replace(old, new)
+    return text.split("\n")
 
 
 class Pod:
     """A pod of two, with the environment that its operator gives it."""
 
-    def __init__(self, kind: str, node: int, folder: Path, environment: dict[str, str]):
-        spec, arguments = pod_and_arguments(kind)
-        (container,) = spec["containers"]
-        self.grace_seconds = spec["terminationGracePeriodSeconds"]
-        self.name = f"{OPERATORS[kind]['name']}{node}"
-        self.log = folder / f"{self.name}.log"
-        words = [HERE / "pod.sh", STORE, self.name, node, folder / "hosts", "--entrypoint=launch/node.sh"]
-        for mount in container["volumeMounts"]:
-            place = folder / self.name / mount["name"]
-            if kind == "PyTorchJob" and mount["name"] == "runs":  # all pods see it; a TrainJob's have one each here
-                place = folder / "runs"
-            place.mkdir(parents=True, exist_ok=True)
-            place.chmod(0o777)
-            words.append(f"--volume={place}:{mount['mountPath']}")
+    def __init__(self, kind: str, node: str, runs: Path, secret: dict[str, str]):
+        _, arguments = pod_and_arguments(kind)
+        self.name = OPERATORS[kind]["name"] + node
+        environment = OPERATORS[kind]["environment"] | secret
+        words = [HERE / "pod.sh", STORE, self.name, node, runs, runs.parent / "hosts"]
         words += [f"--env={name}={value}" for name, value in environment.items()]
-        for name in environment:
-            arguments = [word.replace(f"$({name})", environment[name]) for word in arguments]
-        self.command = [str(word) for word in (*words, IMAGE, *small(arguments))]
-        self.start()
+        with runs.with_name(f"{self.name}.log").open("a") as log:
+            self.process = subprocess.Popen([*words, IMAGE, *overlay(arguments)], stdout=log, stderr=log)
 
-    def start(self) -> None:
-        with open(self.log, "a") as log:
-            self.process = subprocess.Popen(self.command, stdout=log, stderr=log)
-
-    def kill(self) -> int:
-        """As where its machine is gone."""
-        call(*PODMAN, "kill", "--signal=KILL", self.name)
-        return self.process.wait()
-
-    def evict(self) -> int:
-        """SIGTERM, and SIGKILL after the grace period."""
-        subprocess.run([*PODMAN, "stop", f"--time={self.grace_seconds}", self.name], capture_output=True)
+    def end(self, how: tuple[str, str]) -> int:
+        """KILL or EVICT it. Returns its exit code."""
+        subprocess.run([*PODMAN, *how, self.name], capture_output=True)
         return self.process.wait()
 
 
-def start_pods(kind: str, folder: Path, secret: dict[str, str]) -> list[Pod]:
-    return [Pod(kind, node, folder, OPERATORS[kind]["environment"] | secret) for node in range(2)]
-
-
-def wait(ready: Callable[[], bool], pods: list[Pod]) -> None:
-    """Until it is so. Fails if a pod ends."""
-    while not ready():
-        assert [pod.process.poll() for pod in pods] == [None, None], [pod.log.read_text() for pod in pods]
+def start_pods(kind: str, runs: list[Path], secret: dict[str, str], step: int) -> list[Pod]:
+    """Two pods, once the run has logged so many steps, with those that a kill made void. Fails if one ends before."""
+    pods = [Pod(kind, node, folder, secret) for node, folder in zip("01", runs, strict=True)]
+    while len(call(*PODMAN, "ps", "--quiet").split()) < 2 or len(read_records(runs[0] / JOB / "metrics.jsonl")) < step:
+        assert [pod.process.poll() for pod in pods] == [None, None], "see their logs in the test's folder"
         time.sleep(0.1)
-
-
-def steps(run: Path) -> int:
-    """How many are logged, with those that a kill made void."""
-    return len(read_records(run / "metrics.jsonl"))
-
-
-def how_it_ended(run: Path) -> dict[str, Any]:
-    return json.loads((run / "exit.json").read_text())
+    return pods
 
 
 def test_the_image_starts_and_holds_no_more_than_it_needs() -> None:
     assert "--training.steps=" in call(*PODMAN, "run", "--rm", IMAGE, "--standalone", "train.py", "--help")
-    found = call(*PODMAN, "run", "--rm", "--entrypoint=ls", IMAGE, "-A").split()
-    assert {"train.py", "launch", "train_configs", ".venv"} <= set(found)
-    assert not {"tests", "benchmarks", "docs", ".git"} & set(found)
+    found = {*call(*PODMAN, "run", "--rm", "--entrypoint=ls", IMAGE, "-A").split()}
+    assert {"train.py", "launch", "train_configs", ".venv"} <= found
+    assert not {"tests", "benchmarks", "docs", ".git"} & found
 
 
 def test_an_appwrapper_goes_on_after_every_loss_of_a_pod(secret: dict[str, str], tmp_path: Path) -> None:
-    """Its controller ends all pods when one fails, and starts all again, unless with a terminal code."""
-    run = tmp_path / "runs" / JOB
-    terminal = int(WRAPPER["metadata"]["annotations"]["workload.codeflare.dev.appwrapper/terminalExitCodes"])
-    for hit, step, code in ((1, 0, 137), (1, 15, 137), (1, 35, 75), (0, 60, 137)):  # step 0: while they still meet
-        pods = start_pods("PyTorchJob", tmp_path, secret)
-        wait(lambda: len(call(*PODMAN, "ps", "--quiet").split()) == 2, pods)
-        wait(lambda: steps(run) >= step, pods)  # noqa: B023
-        gone = pods.pop(hit)
-        assert (gone.kill() if code == 137 else gone.evict()) == code != terminal
-        assert pods[0].evict() == 75
-    pods = start_pods("PyTorchJob", tmp_path, secret)
+    """Its controller ends all pods when one fails, and starts all again, unless with the terminal code, 100."""
+    runs = tmp_path / "runs"
+    ways = ((1, KILL, 0, 137), (1, KILL, 15, 137), (1, EVICT, 35, 75), (0, KILL, 60, 137), (0, EVICT, 80, 75))
+    for node, how, step, code in ways:  # at step 0 they still meet
+        pods = start_pods("PyTorchJob", [runs, runs], secret, step)
+        assert pods.pop(node).end(how) == code
+        assert pods[0].end(EVICT) == 75
+    pods = start_pods("PyTorchJob", [runs, runs], secret, 0)
     assert [pod.process.wait() for pod in pods] == [0, 0]
-    after = [record["after"]["kind"] for record in read_records(run / "starts.jsonl")[1:]]
-    assert (after[1], how_it_ended(run)["kind"]) == ("stopped", "finished")
-    assert {after[0], after[2]} <= {"lost", "stopped"}
-    assert prove(run)[0].startswith(f"{STEPS} steps")
+    kinds = [record["after"]["kind"] for record in read_records(runs / JOB / "starts.jsonl")[1:]]
+    assert kinds[-1] == kinds[-3] == "stopped", "after an eviction"
+    assert how_it_ended(runs / JOB)["kind"] == "finished"
+    assert prove(runs / JOB)[0].startswith("120 steps")
 
 
 def test_a_trainjob_goes_on_with_a_pod_that_is_started_again(secret: dict[str, str], tmp_path: Path) -> None:
-    pods = start_pods("TrainJob", tmp_path, secret)
-    runs = [tmp_path / pod.name / "runs" / JOB for pod in pods]
-    wait(lambda: steps(runs[0]) >= 20, pods)
-    assert pods[1].kill() == 137
-    pods[1].start()
+    """Each with its own disk."""
+    runs = [tmp_path / "0", tmp_path / "1"]
+    pods = start_pods("TrainJob", runs, secret, 20)
+    assert pods[1].end(KILL) == 137
+    pods[1] = Pod("TrainJob", "1", runs[1], secret)
     assert [pod.process.wait() for pod in pods] == [0, 0]
-    assert [how_it_ended(run)["kind"] for run in runs] == ["finished", "finished"]
-    assert [record["after"]["kind"] for record in read_records(runs[0] / "starts.jsonl")[1:]] == ["lost"]
-    assert "resumed from" in pods[0].log.read_text()
+    assert how_it_ended(runs[1] / JOB)["kind"] == "finished"
+    assert read_records(runs[0] / JOB / "starts.jsonl")[-1]["after"]["kind"] == "lost"
+    assert "resumed from" in (tmp_path / "llama3-8b-node-0-0.log").read_text()
 
 
 def test_podman_plays_the_pod_of_one_node(secret: dict[str, str], tmp_path: Path) -> None:
     """Podman 4.3 wants the secret's data as JSON. What is wrong is terminal."""
     manifest = load("kubernetes/pod.yaml")
-    (container,) = manifest["spec"]["containers"]
-    container["image"] = IMAGE
+    container = manifest["spec"]["containers"][0]
     del container["resources"]
+    container |= {"image": IMAGE, "args": overlay(container["args"])}
     encoded = {name: b64encode(value.encode()).decode() for name, value in secret.items()}
     (tmp_path / "secret").write_text(json.dumps(encoded))
     call(*PODMAN, "secret", "create", "--driver=file", "titanite-s3", tmp_path / "secret")
     try:
-        for more, code in (([], "0"), (["--training.stepz=9"], "100")):
-            container["args"] = [*small(container["args"]), *more]
+        for code in ("0", "100"):
             (tmp_path / "pod.yaml").write_text(yaml.safe_dump(manifest))
             call(*PODMAN, "kube", "play", "--replace", "--network=host", tmp_path / "pod.yaml")
-            assert call(*PODMAN, "wait", f"{JOB}-{container['name']}").strip() == code
+            assert call(*PODMAN, "wait", "llama3-8b-titanite").strip() == code
+            container["args"].append("--training.stepz=9")
     finally:
         call(*PODMAN, "pod", "rm", "--force", JOB)
         call(*PODMAN, "secret", "rm", "titanite-s3")
