@@ -52,24 +52,27 @@ python=.venv/bin/python
 settings=$($python -m config "${overrides[@]}")   # a mistake ends here, in one line
 if [ "$help" ]; then printf '%s\n\n  --data TEXT ...  your own text, folders, files or globs, prepared first\n' "$settings"; exit; fi
 
+has_device() {
+  compgen -G '/dev/nvidia[0-9]*' >/dev/null || [ -e /dev/kfd ] || [ -e /dev/dri ] || [ -e /dev/accel ] || [ -e /dev/dxg ]
+}
+lacks_data() { grep -q '^datasets = .*"datasets/stdlib"' <<<"$settings" && [ ! -e datasets/stdlib/manifest.json ]; }
+# It takes torch a second to be asked. Before data is prepared it also finds a batch that cannot be shared.
+if [ "${own[*]}" ] || lacks_data || { [ -z "$NGPU" ] && has_device; }; then
+  NGPU=$(NGPU=$NGPU $python -m tools.processes "${overrides[@]}")
+fi
+NGPU=${NGPU:-1}
+
 if [ "${own[*]}" ]; then
   settings=$($python -m tools.own_text "${own[@]}")
   readarray -t more <<<"$settings"
   overrides+=("${more[@]}")
-fi
-if [ -z "$NGPU" ]; then
-  NGPU=1
-  # Without a device there is no need to ask torch, which takes a second.
-  if compgen -G '/dev/nvidia[0-9]*' || [ -e /dev/kfd ] || [ -e /dev/dri ] || [ -e /dev/accel ] || [ -e /dev/dxg ]; then
-    NGPU=$($python -m tools.processes "${overrides[@]}")
-  fi >/dev/null
 fi
 if [ -z "${OMP_NUM_THREADS:-}" ]; then
   cores=$(nproc)
   export OMP_NUM_THREADS=$((cores > NGPU ? cores / NGPU : 1))
 fi
 
-if grep -q '^datasets = .*"datasets/stdlib"' <<<"$settings" && [ ! -e datasets/stdlib/manifest.json ]; then
+if lacks_data; then
   mkdir -p datasets
   (
     flock 9 2>/dev/null || true  # of two first starts at once one prepares, and the other waits for it

@@ -187,6 +187,9 @@ def from_hf_config(values: Mapping[str, Any]) -> LlamaConfig:
         if len(thetas) < hf.num_hidden_layers:
             raise ValueError(f"no_rope_layers: has {len(thetas)} entries, num_hidden_layers = {hf.num_hidden_layers}")
     read = {key: getattr(hf, key, off) for key, off in OFF.items()}
+    for key in FACTORS:
+        if read[key] == 0:
+            raise ValueError(f"{key} = {read[key]!r}: must not be 0")
     options = {
         "qkv_bias": read["attention_bias"],
         "o_bias": read["attention_bias"],

@@ -316,6 +316,8 @@ def test_an_average_has_the_weighted_mean_of_its_checkpoints(
         average([str(run), str(run), str(run), str(tmp_path / "mixed"), "--weights", "1", "2"])
     with pytest.raises(CheckpointError, match="mean: exists"):
         average([str(run), str(out)])
+    with pytest.raises(TitaniteError, match="nowhere: no tokenizer"):
+        average([str(run), str(tmp_path / "mixed"), "--tokenizer=nowhere"])
 
 
 @pytest.mark.parametrize(

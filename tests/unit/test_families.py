@@ -184,6 +184,7 @@ def test_own_float8_kernels_refuse_a_bias() -> None:
     [
         ({"model_type": "gemma3_text"}, "model_type = 'gemma3_text': must be one of llama, mistral, "),
         ({"model_type": "qwen2", "mlp_bias": True}, "mlp_bias = True"),
+        ({"model_type": "granite", "residual_multiplier": 0.0}, "residual_multiplier = 0.0"),
         ({"sliding_window": 64}, "sliding_window = 64"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"original_max_position_embeddings": 20}, "original_max_position_embeddings = 20"),

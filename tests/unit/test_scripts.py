@@ -25,6 +25,7 @@ esac
 RUNNER = """#!/bin/bash
 case "$2" in
   config) echo 'datasets = ["datasets/stdlib"]' ;;
+  tools.processes) if [[ "$*" == *unshared* ]]; then exit 2; fi ;;
   data.prepare)
     mkdir -p datasets; sleep 0.3; mkdir datasets/stdlib || exit 1
     sleep 0.3; touch datasets/stdlib/manifest.json ;;
@@ -168,6 +169,16 @@ def test_a_machine_without_a_compiler_ends_before_a_byte_is_written(tmp_path: Pa
     assert code == 2
     assert "no-compiler" in said.splitlines()[0]
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_batch_that_cannot_be_shared_is_found_before_data_is_prepared(runner: Path) -> None:
+    for data in ([], ["--data", "mine"]):
+        assert run(runner, "./run_llama_train.sh", "--unshared", *data)[0] == 2
+        assert not (runner / "datasets").exists()
+    words = ["-m", "tools.processes", "--training.global_batch_size=3", "--training.local_batch_size=2"]
+    code, said = run(ROOT, sys.executable, *words, NGPU="1")
+    assert (code, said.count("\n")) == (2, 1)
+    assert "training.global_batch_size = 3" in said
 
 
 def test_a_mistake_that_ranks_find_ends_in_one_line() -> None:
