@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -142,9 +143,19 @@ def test_the_other_launchers_hold_settings_too() -> None:
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
-def test_the_command_by_hand_has_options_of_torchrun_and_settings() -> None:
+def test_commands_of_the_page_have_options_that_exist() -> None:
     text = (ROOT / "docs" / "clusters.md").read_text().replace("\\\n", "")
     (line,) = re.findall(r"^launch/node\.sh .*", text, re.MULTILINE)
     arguments = parse_args(shlex.split(line)[2:])
     assert (arguments.nnodes, arguments.training_script) == ("2", "train.py")
     load_config(arguments.training_script_args)
+    jobs = re.findall(r"launch/slurm\.sh (--[^`)\n]*)", text)
+    assert jobs
+    for settings in jobs:
+        load_config(shlex.split(settings))
+    programs = re.findall(r"-m tools\.(\w+) (--.*)", text)
+    assert {name for name, _ in programs} == {"preflight", "evaluate"}
+    for name, words in programs:
+        command = [sys.executable, "-m", f"tools.{name}", "--help"]
+        said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert [option for option in re.findall(r"--[\w-]+", words) if option not in said] == []
