@@ -190,6 +190,7 @@ def test_a_mistake_that_ranks_find_ends_in_one_line() -> None:
     assert code == 2
 
 
+SAY_TIME = "import os\nprint('to save:', os.environ.get('TORCH_ELASTIC_SHUTDOWN_TIMEOUT'), flush=True)\n"
 STOP_TORCHRUN = "import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(99)\n"
 
 
@@ -202,13 +203,14 @@ def test_a_crash_of_a_rank_shows_all_that_torchrun_says_and_a_stop_no_traceback(
 ) -> None:
     """A crash also with the exit code of a mistake, where no rank has explained it."""
     write_program(checkout / "setup.sh", "#!/bin/sh\n")
-    write_program(checkout / "train.py", rank)
+    write_program(checkout / "train.py", SAY_TIME + rank)
     for path in ROOT.iterdir():
         if not (checkout / path.name).exists():
             (checkout / path.name).symlink_to(path)
     ended, said = run(checkout, "./run_llama_train.sh", "--data.datasets=/nowhere", NGPU="1")
     assert ended == code
     assert shown in said
+    assert "to save: 100\n" in said, "seconds from a stop to SIGKILL"
     assert ("train.py FAILED" in said) == (code == 1)
     assert not_shown not in said
 
