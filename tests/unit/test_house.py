@@ -35,6 +35,7 @@ ENVIRONMENT = {
     "run/exits.py",
     "run/torchrun.py",
     "data/prepare/workers.py",
+    "tools/processes.py",  # NGPU, as the run script
     "tools/same.py",  # ranks that share a GPU
     "tools/study.py",  # gives each run its devices
     "float8/__init__.py",
