@@ -26,6 +26,7 @@ from config import load_config
 from parallel.mesh import ParallelDims
 from tests.corpus import write_dataset
 from tools.plan_count import Case, count
+from tools.plan_tally import Message
 from tools.plan_time import sent_bytes
 from train import train
 
@@ -98,14 +99,19 @@ def predict_bytes(setting: Setting) -> float:
     config = load_config(setting.arguments())
     dims = ParallelDims.from_config(config.parallelism, len(NODES) * setting.ranks_per_node)
     total = 0.0
-    (counted,) = count([Case(config, len(NODES) * setting.ranks_per_node)]).values()
-    for (axis, kind), (_, size) in counted.sent.items():
+    (counts,) = count([Case(config, len(NODES) * setting.ranks_per_node)]).values()
+    for key, size in counts.items():
+        if not isinstance(key, Message):
+            continue
         ranks, groups = {
             "world": (len(NODES) * setting.ranks_per_node, 1),
             "dp_replicate": (dims.dp_replicate, setting.ranks_per_node),  # a ring crosses for each rank of a node
-        }.get(axis, (1, 0))  # the other axes stay on a node
+        }.get(key.axis, (1, 0))  # the other axes stay on a node
         # gloo's reduce-scatter is an all-reduce, after which each rank keeps its piece.
-        total += groups * sent_bytes("all_reduce" if kind == "reduce_scatter" else kind, size, ranks)
+        kind = key.kind
+        if kind == "reduce_scatter":
+            kind = "all_reduce"
+        total += groups * sent_bytes(kind, size, ranks)
     return total / max(1, config.parallelism.local_steps)
 
 

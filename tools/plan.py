@@ -8,65 +8,70 @@ The speed is modelled on these counts (tools.plan_time). No data and no GPU are 
 """
 
 import argparse
-import json
+import itertools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from config import Config, ConfigError, load_config, parse_schedule
+from config import Config, ConfigError, check_effects, load_config, parse_schedule
 from models import build_model, find_model, settle_model
 from parallel.fsdp import needs_fsdp
 from run.run import run_and_leave
-from tools.plan_count import DEFAULT_VOCAB_SIZE, Case, DryRun, check
-from tools.plan_sweep import count_with_progress, find_layouts
+from tools.plan_count import DEFAULT_VOCAB_SIZE, HIDDEN_BYTES, Case, check, count
+from tools.plan_tally import Counts, Matmul, Message
 from tools.plan_time import DEVICES, GIB, Cluster, estimate
 
 RESERVED = {False: 1.03, True: 1.25}  # memory that torch reserves / allocated: of a rank alone; with FSDP2
+MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
+DEGREES = (1, 2, 4, 8)
+LONG = 2**15  # tokens of a sequence, from which on a sweep splits it
+SHOWN = 4  # layouts of a sweep
+PER_LAYOUT = 2  # most of one layout: others may be nearly as fast
 
 
 def plan(configs: Sequence[Config], world_size: int, cluster: Cluster) -> list[dict[str, Any]]:
     """The plans of these runs, as plain values. Raises ConfigError for a run that is impossible."""
-    runs = []
-    for config in configs:
-        check(config, world_size)
-        stages = {0, config.parallelism.pp - 1}  # the fullest is the first, the slowest the last, with the loss
-        runs.append([Case(config, world_size, stage) for stage in sorted(stages)])
-    counts = count_with_progress([case for cases in runs for case in cases], "a step")
-    return [_plan_one(cases, [counts[case] for case in cases], cluster) for cases in runs]
+    cases = [Case(config, world_size) for config in configs]
+    for case in cases:
+        check(*case)
+    counts = count(cases)
+    return [_plan_one(case, counts[case], cluster) for case in cases]
 
 
-def _plan_one(cases: list[Case], counts: list[DryRun], cluster: Cluster) -> dict[str, Any]:
-    """The plan of a run from its counts on the first and the last stage."""
-    config = cases[0].config
-    dims = cases[0].dims
+def reserved(counts: Counts, case: Case) -> float:
+    """Bytes that torch reserves on a device."""
+    dims = case.dims
+    return counts["peak"] * RESERVED[needs_fsdp(case.config, dims.dp * dims.copies // dims.islands)]
+
+
+def _plan_one(case: Case, counts: Counts, cluster: Cluster) -> dict[str, Any]:
+    """The plan of a run from its counts."""
+    config, _ = case
     device = cluster.device
-    fullest, held = max(zip(cases, counts, strict=True), key=lambda pair: pair[1].peak)
-    speeds = [estimate(counted, config, dims, cluster) for counted in counts]
-    speed = max(speeds, key=lambda speed: speed["step_seconds"])
     model: Any = build_model(*find_model(config.model, DEFAULT_VOCAB_SIZE))
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    speed = estimate(counts, config, case.dims, cluster)
     speed["mfu"] = speed["tokens_per_second"] * model.flops_per_token(config.training.max_seq_len) / device.flops
-    sharded = needs_fsdp(config, dims.dp * dims.copies // dims.islands)
-    reserved = held.peak * RESERVED[sharded]
-    memory = {"weights": held.weights, "optimizer": held.optimizer, "peak": held.peak, "reserved": reserved}
-    memory["device"] = device.memory_bytes
-    sequences = config.training.local_batch_size * dims.dp * cases[0].microbatches
+    memory = {name: counts[name] / GIB for name in ("weights", "optimizer", "peak")}
+    memory["reserved"] = reserved(counts, case) / GIB
+    memory["device"] = device.memory_bytes / GIB
+    sequences = config.training.local_batch_size * case.dims.dp * case.microbatches
     return {
-        "layout": str(dims),
+        "layout": str(case.dims),
         "mode": config.activation_checkpoint.mode,
         "local_batch_size": config.training.local_batch_size,
         "parameters": parameters,
         "tokens_per_step": config.training.max_seq_len * sequences,
-        "memory_gib": {name: size / GIB for name, size in memory.items()},
-        "stage": fullest.stage,
-        "fits": reserved <= device.memory_bytes,
-        "traffic": [[*key, *sent] for key, sent in sorted(counts[-1].sent.items())],
-        "tflop": {kind: flops / 1e12 for kind, flops in counts[-1].flops.items()},
+        "memory_gib": memory,
+        "fits": memory["reserved"] <= memory["device"],
+        "traffic": {key: size for key, size in counts.items() if isinstance(key, Message)},
         "speed": speed,
         "fitted_to": device.fitted_to,
-        "checkpoint_bytes": round(4 * parameters * (1 + held.optimizer / held.weights)),
+        "checkpoint_bytes": round(4 * parameters * (1 + counts["optimizer"] / counts["weights"])),
     }
 
 
@@ -86,14 +91,106 @@ def plan_run(planned: Mapping[str, Any], steps: int, options: argparse.Namespace
     return found | {"interval_seconds": interval, "lost_pct": 100 * lost}
 
 
+# -- the sweep
+
+
 def sweep(config: Config, world_size: int, cluster: Cluster) -> list[dict[str, Any]]:
-    """Plans of the fastest layouts that fit, with their modes and batches, the fastest first."""
-    fitting: list[dict[str, Any]] = []
-    room = cluster.device.memory_bytes / RESERVED[True]
-    for configs in find_layouts(config, world_size, cluster, room):
-        if not fitting:
-            fitting = [found for found in plan(configs, world_size, cluster) if found["fits"]]
+    """Plans of the fastest layouts that fit, with their modes and batches, the fastest first.
+
+    Rough counts of all layouts say which are planned.
+    """
+    shared = count_modes(config, world_size)
+    ranked = []
+    for tried in possible_configs(config, world_size):
+        case = Case(tried, world_size)
+        rough = split(shared[tried.activation_checkpoint.mode], case)
+        if reserved(rough, case) <= cluster.device.memory_bytes:
+            speed = estimate(rough, tried, case.dims, cluster)["tokens_per_second"]
+            ranked.append((speed, tried))
+    ranked.sort(key=lambda pair: -pair[0])
+    taken: Counter[Any] = Counter()
+    chosen = []
+    for _, tried in ranked:
+        taken[tried.parallelism] += 1
+        if taken[tried.parallelism] <= PER_LAYOUT:
+            chosen.append(tried)
+    fitting = [found for found in plan(chosen[:SHOWN], world_size, cluster) if found["fits"]]
+    if not fitting:
+        raise ConfigError("no layout, mode and batch of the sweep fits; plan one of your own without --sweep")
     return sorted(fitting, key=lambda found: -found["speed"]["tokens_per_second"])
+
+
+def count_modes(config: Config, world_size: int) -> dict[str, Counts]:
+    """What a step of one sequence counts in each mode, if FSDP2 splits it over all ranks."""
+    plain = replace(config.parallelism, tp=1, pp=1, cp=1, dp_shard=-1)
+    training = replace(config.training, local_batch_size=1, global_batch_size=0)
+    cases = {}
+    for mode in MODES:
+        checkpointing = replace(config.activation_checkpoint, mode=mode)
+        tried = replace(config, parallelism=plain, training=training, activation_checkpoint=checkpointing)
+        cases[mode] = Case(tried, world_size)
+    counts = count(list(cases.values()))
+    return {mode: counts[case] for mode, case in cases.items()}
+
+
+def possible_configs(config: Config, world_size: int) -> Iterator[Config]:
+    """All layouts, modes and batches of a sweep that train.py would take."""
+    context = [config.parallelism.cp]
+    if config.training.max_seq_len >= LONG:
+        context = list(DEGREES)
+    for tp, pp, cp, mode, times in itertools.product(DEGREES, DEGREES, context, MODES, (1, 2, 4)):
+        layout = replace(config.parallelism, tp=tp, pp=pp, cp=cp, dp_shard=-1)
+        batch = times
+        if pp > 1:
+            batch *= layout.pp_microbatch_size * pp
+        checkpointing = replace(config.activation_checkpoint, mode=mode)
+        training = replace(config.training, local_batch_size=batch)
+        tried = replace(config, parallelism=layout, activation_checkpoint=checkpointing, training=training)
+        with suppress(ConfigError):  # the world, the batch or the model does not divide so
+            check(tried, world_size)
+            yield tried
+
+
+def split(counts: Counts, case: Case) -> Counts:
+    """What a rank would count in a layout, roughly, from `counts` of one sequence that FSDP2 splits over all ranks.
+
+    Layers, hidden states, heads and weights are split evenly, and so are both ends of the model.
+    """
+    dims = case.dims
+    training = case.config.training
+    sequences = training.local_batch_size * case.microbatches
+    parts = dims.tp * dims.cp * dims.pp
+    rough: Counts = Counter()
+    for key, amount in counts.items():
+        if isinstance(key, Matmul):
+            rows = key.rows * training.local_batch_size // dims.cp
+            narrow = key._replace(rows=rows, columns=max(1, key.columns // dims.tp))
+            rough[narrow] += max(1, amount * case.microbatches // dims.pp)
+        elif isinstance(key, Message):
+            rough[key] = amount * case.microbatches // (dims.tp * dims.pp)
+        elif key in ("attention", "moved"):
+            rough[key] = amount * sequences // parts
+        else:
+            rough[key] = amount
+    states = 2 * counts["weights"] + counts["optimizer"]
+    held = training.local_batch_size
+    gathered = 0
+    if dims.pp > 1:  # a stage's weights stay gathered
+        held = min(held, case.config.parallelism.pp_microbatch_size * dims.pp)
+        gathered = counts["weights"] // 2 * case.world_size // dims.dp_replicate // (dims.tp * dims.pp)
+    rough["peak"] = states + gathered + max(0, counts["peak"] - states) * held // parts
+    hidden = sequences * training.max_seq_len * case.flavor.dim * HIDDEN_BYTES // dims.cp
+    layers = case.flavor.n_layers // dims.pp
+    if dims.tp > 1:
+        rough[Message("tp", "all_gather")] = 9 * layers * hidden  # half of them are reduce-scatters, of the same bytes
+    if dims.cp > 1:
+        rough[Message("cp", "all_gather")] = 3 * layers * hidden  # keys and values, as if there were half as many
+    if dims.pp > 1:
+        rough[Message("pp", "send")] = 2 * hidden
+    return rough
+
+
+# -- the command
 
 
 def plan_text(found: Mapping[str, Any]) -> str:
@@ -102,27 +199,24 @@ def plan_text(found: Mapping[str, Any]) -> str:
     speed = found["speed"]
     run = found["run"]
     memory = [f"  {cause:<14}{held[cause]:>9.2f}" for cause in ("weights", "optimizer", "peak", "reserved")]
-    row = "  {:<14}{:<16}{:>7} calls {:>10.3f} GiB"
-    traffic = [row.format(axis, kind, calls, size / GIB) for axis, kind, calls, size in found["traffic"]]
+    traffic = [f"  {axis:<14}{kind:<16}{size / GIB:>9.3f} GiB" for (axis, kind), size in found["traffic"].items()]
     parts = ("matmul", "attention", "pointwise", "optimizer", "intra_node", "inter_node", "bubble", "idle")
-    seconds = ", ".join(f"{name} {speed[name]:.3f}" for name in parts)
     trust = "unfitted: no run of today's software on this device is known"
     if found["fitted_to"]:
         trust = f"fitted to {found['fitted_to']}"
-    peak = ""
-    if "float8" in found["tflop"]:
-        peak = " of bfloat16's peak, though matmuls are in float8"
+    fits = "fits"
+    if not found["fits"]:
+        fits = "DOES NOT FIT"
     lines = [
         f"{found['parameters']:,} parameters; {found['layout']}; {found['tokens_per_step']:,} tokens per step",
-        f"\nmemory of a rank of stage {found['stage']}, GiB  [counted on the real step; reserved: estimated]",
+        "\nmemory of a rank, GiB  [counted on the real step; reserved: estimated]",
         *memory,
-        f"  of {held['device']:.1f}: {'fits' if found['fits'] else 'DOES NOT FIT'}",
-        "\ntraffic per step of a rank of the last stage, whole tensors  [counted on the real step]",
+        f"  of {held['device']:.1f}: {fits}",
+        "\ntraffic per step of a rank, whole tensors  [counted on the real step]",
         *traffic,
         f"\nspeed  [modelled on the counts; {trust}]",
-        f"  {_rates(found)}; MFU {100 * speed['mfu']:.1f} %{peak}",
-        f"  {speed['step_seconds']:.3f} s per step: {seconds}",
-        "  TFLOP: " + ", ".join(f"{kind} {value:,.2f}" for kind, value in found["tflop"].items()),
+        f"  {_rates(found)}; MFU {100 * speed['mfu']:.1f} % of bfloat16's peak",
+        f"  {speed['step_seconds']:.3f} s per step: " + ", ".join(f"{name} {speed[name]:.3f}" for name in parts),
         f"  {run['tokens'] / 1e9:,.1f} G tokens in {run['days']:,.1f} days",
         "\ncheckpoints  [size counted; the rest from --storage-bandwidth and --mttf-hours]",
         f"  {found['checkpoint_bytes'] / GIB:,.1f} GiB, written in {run['write_seconds']:,.0f} s",
@@ -134,17 +228,18 @@ def plan_text(found: Mapping[str, Any]) -> str:
 
 def _rates(found: Mapping[str, Any]) -> str:
     speed = found["speed"]
-    rate, low, high = speed["tokens_per_second"], speed["low"], speed["high"]
-    unfitted = "" if found["fitted_to"] else " (unfitted)"
-    return f"{rate:,.0f} tokens/s/device{unfitted}, from {low:,.0f} to {high:,.0f}"
+    unfitted = " (unfitted)"
+    if found["fitted_to"]:
+        unfitted = ""
+    rate = f"{speed['tokens_per_second']:,.0f} tokens/s/device{unfitted}"
+    return f"{rate}, from {speed['low']:,.0f} to {speed['high']:,.0f}"
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster]:
     """The planner's own options, the config, the cluster. Raises TitaniteError."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.plan", description="plan a run for any cluster", allow_abbrev=False,
-        epilog="other options are the config's, --config=FILE --section.field=value, and any field of the model's "
-        "flavor, such as --model.dim=5120",
+        epilog="other options are the config's, --config=FILE --section.field=value, such as --model.dim=5120",
     )  # fmt: skip
     add = parser.add_argument
     add("--world-size", type=int, required=True, help="ranks")
@@ -154,16 +249,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster]:
     add("--tokens", type=float, help="token budget (default: the config's steps)")
     add("--mttf-hours", type=float, default=20_000.0, help="mean time to failure of a node (default %(default)s)")
     add("--storage-bandwidth", type=float, default=10.0, help="of all ranks, 1e9 bytes/s (default %(default)s)")
-    add("--flash-attention", action="store_true", help="torch's own attention, not the fastest")
-    add("--json", action="store_true", help="print JSON")
     add("--sweep", action="store_true", help="rank the layouts that fit")
     options, rest = parser.parse_known_args(argv)
-    for name in ("world_size", "gpus_per_node", "bandwidth", "tokens", "mttf_hours", "storage_bandwidth"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < math.inf:
+    for name, value in vars(options).items():
+        if isinstance(value, int | float) and name != "sweep" and not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} = {value}: must be above 0")
     device = DEVICES[options.device]
     config = settle_model(load_config(rest))
+    check_effects(config)
     if config.float8.enable and device.float8_flops is None and not config.float8.emulate:
         raise ConfigError(f"float8.enable = true: {options.device} has no float8 matmul")
     if config.training.epochs and not options.tokens:
@@ -172,29 +265,23 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster]:
     last = replace(config.training, seq_len=config.training.max_seq_len, global_batch_size=batch)
     if last != config.training:
         print("planned as if all steps had the last batch and the longest sequences", file=sys.stderr)
-    config = replace(config, training=last)
-    bandwidth = 1e9 * options.bandwidth if options.bandwidth else device.network_bandwidth
-    cluster = Cluster(device, options.gpus_per_node, bandwidth, options.flash_attention)
-    return options, config, cluster
+    bandwidth = device.network_bandwidth
+    if options.bandwidth:
+        bandwidth = 1e9 * options.bandwidth
+    cluster = Cluster(device, options.gpus_per_node, bandwidth)
+    return options, replace(config, training=last), cluster
 
 
 def main(argv: Sequence[str]) -> None:
     """Print the plan or the layouts. Raises TitaniteError."""
     options, config, cluster = parse(argv)
     if options.sweep:
-        plans = sweep(config, options.world_size, cluster)
-    else:
-        plans = plan([config], options.world_size, cluster)
-    for found in plans:
-        found["run"] = plan_run(found, config.training.steps, options)
-    if options.json:
-        print(json.dumps(plans if options.sweep else plans[0], indent=1))
-    elif not options.sweep:
-        print(plan_text(plans[0]))
-    else:
-        for found in plans:
+        for found in sweep(config, options.world_size, cluster):
             what = f"{found['layout']}, {found['mode']}, local_batch_size {found['local_batch_size']}"
             print(f"{_rates(found)}  {found['memory_gib']['reserved']:.1f} GiB  {what}")
+        return
+    [found] = plan([config], options.world_size, cluster)
+    print(plan_text(found | {"run": plan_run(found, config.training.steps, options)}))
 
 
 if __name__ == "__main__":

@@ -19,15 +19,12 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallel.context import ring_attention, ring_attention_backward
-
 # Operator → (kind, which argument is the whole tensor, whose bytes count; -1: the result).
 COLLECTIVES = {
     "_allgather_base_": ("all_gather", 0),
     "_reduce_scatter_base_": ("reduce_scatter", 1),
     "allreduce_": ("all_reduce", 0),
     "alltoall_base_": ("all_to_all", 1),
-    "send": ("send", 0),
     "all_gather_into_tensor": ("all_gather", -1),
     "reduce_scatter_tensor": ("reduce_scatter", 0),
     "all_reduce": ("all_reduce", 0),
@@ -41,9 +38,7 @@ ATTENTION = {
 }
 REDUCTIONS = frozenset({torch.ops.aten.amax, torch.ops.aten.max, torch.ops.aten.sum, torch.ops.aten.mean})
 # Operator → what runs in its place: operators that are counted one by one.
-INSIDE = {
-    torch.ops.titanite.ring_attention.default: ring_attention._init_fn,
-    torch.ops.titanite.ring_attention_backward.default: ring_attention_backward._init_fn,
+INSIDE: dict[Any, Callable[..., Any]] = {
     run_and_save_rng_state: lambda operator, *args, **kwargs: (torch.empty(0), operator(*args, **kwargs)),
     run_with_rng_state: lambda _, operator, *args, **kwargs: operator(*args, **kwargs),
 }
@@ -61,6 +56,18 @@ class Matmul(NamedTuple):
     def flops(self) -> int:
         """Operations."""
         return 2 * self.rows * self.inner * self.columns
+
+
+class Message(NamedTuple):
+    """A kind of collective on an axis of the mesh; "world" if its group has all ranks."""
+
+    axis: str
+    kind: str
+
+
+# What → how much of it: a Matmul → how many; a Message → bytes of the whole tensors; "attention" → operations; "moved",
+# "update" → bytes that everything else reads and writes, fused where compiled, before the update and in it.
+Counts = Counter[Any]
 
 
 class Tally(TorchDispatchMode):
@@ -87,17 +94,9 @@ class Tally(TorchDispatchMode):
 
     def begin_step(self) -> None:
         """Forget what came before the step, except for what is held."""
-        self.sent: dict[tuple[str, str], list[int]] = {}
-        self.matmuls: Counter[Matmul] = Counter()
-        self.attention = 0
-        self.moved: Counter[str] = Counter()
+        self.counts: Counts = Counter()
         self.peak = self.live
-        self.part = "step"
-
-    def amounts(self) -> tuple[dict[tuple[str, str], list[int]], dict[Matmul, int], int, dict[str, int]]:
-        """What was sent, multiplied, attended to and moved since the step began."""
-        sent = {key: list(calls_and_bytes) for key, calls_and_bytes in self.sent.items()}
-        return sent, dict(self.matmuls), self.attention, dict(self.moved)
+        self.part = "moved"
 
     def _begin_graph(self) -> None:
         """Forget the graph before. Its tensors go by their storages' numbers."""
@@ -132,39 +131,49 @@ class Tally(TorchDispatchMode):
         """Count a collective, a matmul, or the operations of attention."""
         if name in COLLECTIVES and func.namespace in ("c10d", "_c10d_functional"):
             kind, place = COLLECTIVES[name]
-            key, whole = (_axis_of(args), kind), tree_leaves(result if place < 0 else args[place])
-            sent = self.sent.setdefault(key, [0, 0])
-            sent[0] += 1
-            sent[1] += sum(x.numel() * x.element_size() for x in whole)
+            whole = tree_leaves(result if place < 0 else args[place])
+            self.counts[Message(_axis_of(args), kind)] += sum(x.numel() * x.element_size() for x in whole)
         elif name in MATMULS:
             kind = str(args[0].dtype).removeprefix("torch.")
-            kind = "float8" if kind.startswith("float8") else kind
-            inner, columns = args[MATMULS[name]].shape[-1], result.shape[-1]
-            self.matmuls[Matmul(kind, result.numel() // columns, inner, columns)] += 1
+            if kind.startswith("float8"):
+                kind = "float8"
+            inner = args[MATMULS[name]].shape[-1]
+            columns = result.shape[-1]
+            self.counts[Matmul(kind, result.numel() // columns, inner, columns)] += 1
         elif name in ATTENTION:
             matmuls, first, causal = ATTENTION[name]
-            q, k, is_causal = args[first], args[first + 1], len(args) > causal and args[causal]
-            self.attention += matmuls * 2 * q.numel() * k.shape[2] // (2 if is_causal else 1)
+            q = args[first]
+            k = args[first + 1]
+            operations = matmuls * 2 * q.numel() * k.shape[2]
+            if len(args) > causal and args[causal]:
+                operations //= 2
+            self.counts["attention"] += operations
 
     def _count_moved(self, func: Any, args: Any, inputs: list[Tensor], results: list[Tensor]) -> None:
         """Count what an operator reads and writes; in a graph later, with the others of its kernel."""
-        used, mutates = list(map(self._number, inputs)), func._schema.is_mutable
-        new = {number: x for x in results if (number := self._number(x)) not in used}
-        if "empty" in func.name() or not (new or mutates):
+        used = [self._number(x) for x in inputs]
+        new = {self._number(x): x for x in results}
+        for number in used:
+            new.pop(number, None)
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info and argument.alias_info.is_write:
+                    for x in tree_leaves(value):
+                        self.n_storages += 1  # written in place: as if it were another tensor
+                        new[self.n_storages] = x
+                        self.needed.add(self.n_storages)
+        if "empty" in func.name() or not (new or func._schema.is_mutable):
             return  # nothing is moved: a view
-        schema = zip(func._schema.arguments, args, strict=False) if mutates else ()
-        for x in tree_leaves([x for argument, x in schema if argument.alias_info and argument.alias_info.is_write]):
-            self.n_storages += 1  # written in place: as if it were another tensor
-            new[self.n_storages] = x
-            self.needed.add(self.n_storages)
         if not self.in_graph:
-            self.moved[self.part] += sum(map(_size, [*inputs, *new.values()]))
+            self.counts[self.part] += sum(map(_size, [*inputs, *new.values()]))
             self._sample()
             return
         level = self._level(inputs)
-        self.sizes = dict(zip(used, map(_size, inputs), strict=True)) | self.sizes
+        for number, x in zip(used, inputs, strict=True):
+            self.sizes.setdefault(number, _size(x))
         for number, x in new.items():
-            self.sizes[number], self.made[number] = _size(x), (level, used)
+            self.sizes[number] = _size(x)
+            self.made[number] = (level, used)
             self.levels[number] = level + _reduces_columns(func, args, x)
             if x.numel() < max((y.numel() for y in inputs), default=0):
                 self.needed.add(number)  # small: kept, not computed again
@@ -184,11 +193,12 @@ class Tally(TorchDispatchMode):
     def _end_graph(self) -> None:
         """Count what its kernels moved, and that what they computed for themselves was never in memory."""
         self.needed |= self.made.keys() - self.freed
-        written, passing = self.made.keys() & self.needed, self.made.keys() - self.needed
+        written = self.made.keys() & self.needed
+        passing = self.made.keys() - self.needed
         sources = {number: self._sources(number) for number in self.made}
         read = {(self.made[number][0], source) for number in written for source in sources[number]}
         read = {(level, number) for level, number in read if self.made.get(number, (-1,))[0] != level}
-        self.moved[self.part] += sum(self.sizes[n] for n in written) + sum(self.sizes[n] for _, n in read)
+        self.counts[self.part] += sum(self.sizes[n] for n in written) + sum(self.sizes[n] for _, n in read)
         for live, last, freed in self.samples:
             pending = {n for n in passing - freed if n <= last}  # not in memory, but what it is computed from
             kept = set[int]().union(*(sources[number] for number in pending)) & freed
@@ -198,12 +208,15 @@ class Tally(TorchDispatchMode):
 
     def _sources(self, number: int) -> set[int]:
         """The tensors in memory that a kernel reads to make this one."""
-        found, left = set(), list(self.made[number][1])
+        passing = self.made.keys() - self.needed
+        found = set()
+        left = list(self.made[number][1])
         while left:
-            if (source := left.pop()) not in found:
-                found.add(source)
-                left += self.made[source][1] if source in self.made.keys() - self.needed else []
-        return found - (self.made.keys() - self.needed)
+            source = left.pop()
+            if source in passing and source not in found:
+                left += self.made[source][1]
+            found.add(source)
+        return found - passing
 
     def count(self, x: Tensor) -> None:
         """Count the memory of a tensor until it is freed. Masks take none: kernels of GPUs get them in blocks."""

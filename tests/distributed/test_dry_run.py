@@ -10,9 +10,10 @@ from unittest import mock
 import pytest
 
 import trainer
-from config import load_config
+from config import check_effects, load_config
 from tests.harness import run_ranks
-from tools.plan_count import Case, DryRun, dry_run
+from tools.plan_count import Case, check, dry_runs
+from tools.plan_tally import Counts, Message
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 WORLD_SIZES = {"default": 2, "debug": 2, "tutorial": 2, "llama3_8b": 64, "llama3_70b": 256, "llama3_405b": 128}
@@ -20,25 +21,29 @@ OTHERS = 32
 BLOCK_OF_8B, ENDS_OF_8B = 218_112_000, 1_050_677_248  # numbers: (8,030,261,248 as published - ends) / 32
 
 
-def step(name: str, world_size: int, *arguments: str) -> DryRun:
+def step(name: str, world_size: int, *arguments: str) -> Counts:
     """A dry run in a process of its own."""
-    case = Case(load_config([f"--config={CONFIGS}/{name}.toml", "--model.n_layers=2", *arguments]), world_size)
-    return dry_run(case, 1)
+    config = load_config([f"--config={CONFIGS}/{name}.toml", "--model.n_layers=2", *arguments])
+    check_effects(config)
+    check(config, world_size)
+    [counts] = dry_runs([Case(config, world_size)], 1)
+    return counts
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))
 def test_every_config_takes_a_step(name: str) -> None:
     world_size = WORLD_SIZES.get(name, OTHERS)
-    (counted,) = run_ranks(1, step, name, world_size, start_group=False)
+    (counts,) = run_ranks(1, step, name, world_size, start_group=False)
     config = load_config([f"--config={CONFIGS}/{name}.toml"])
     if name == "llama3_8b":
         share = 4 * (2 * BLOCK_OF_8B + ENDS_OF_8B) / world_size
-        assert share <= counted.weights < 1.01 * share, "rows are filled up to a multiple of the ranks, not more"
+        assert share <= counts["weights"] < 1.01 * share, "rows are filled up to a multiple of the ranks, not more"
     exchange = {"all_to_all"} if config.optimizer.name == "muon" else set()
-    assert {kind for _, kind in counted.sent} == {"all_gather", "reduce_scatter", "all_reduce"} | exchange
+    kinds = {key.kind for key in counts if isinstance(key, Message)}
+    assert kinds == {"all_gather", "reduce_scatter", "all_reduce"} | exchange
     if not exchange:  # Muon keeps one mean of a matrix, not two
-        assert counted.optimizer == pytest.approx(2 * counted.weights, rel=1e-3, abs=2**20)
-    assert counted.peak > counted.weights + counted.optimizer
+        assert counts["optimizer"] == pytest.approx(2 * counts["weights"], rel=1e-3, abs=2**20)
+    assert counts["peak"] > counts["weights"] + counts["optimizer"]
 
 
 def broken_step() -> Any:
