@@ -40,6 +40,7 @@ PAYLOAD = 1448 / 1514  # of an Ethernet frame: the rest is headers
 COMMON = (
     "--training.seq_len=16",  # only weights travel; a CPU may be slow in bfloat16
     "--training.local_batch_size=1",
+    "--training.param_dtype=bfloat16",
     f"--model.vocab_size={VOCAB_SIZE}",
     "--lr_scheduler.warmup_steps=1",
     "--metrics.tensorboard=false",
