@@ -152,11 +152,13 @@ def _stock(url: str, state: dict[str, Any]) -> tuple[Callable[[], Any], Callable
     """How stock DCP saves and loads."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
-    writer: Any = dcp.FileSystemWriter(url)
-    reader: Any = dcp.FileSystemReader(url)
+    writer: Any
+    reader: Any
     if url.startswith("s3://"):
         # By default it calls os.sync(), which waits for all disks of the machine.
         writer, reader = FsspecWriter(url, sync_files=False), FsspecReader(url)
+    else:
+        writer, reader = dcp.FileSystemWriter(url), dcp.FileSystemReader(url)
     return lambda: dcp.save(state, storage_writer=writer), lambda: dcp.load(state, storage_reader=reader)
 
 
