@@ -411,22 +411,14 @@ class Float8:
     """One scale per tensor, per row, or per row with weight gradients in high precision."""
     kernels: Literal["compiler", "own"] = "compiler"
     """What casts: the compiler, from torchao's code, or Triton kernels fused with SwiGLU."""
-    fast_accumulation: Literal["forward", "all"] = "forward"
-    """Matmuls that a GPU sums in fewer bits: those of the forward, or also those of the gradients."""
     fsdp_all_gather: Literal["auto", "off"] = "auto"
     """Gather weights in float8, half bfloat16's bytes. `auto`: with `tensorwise`, if rows divide over the ranks."""
-    tp_all_gather: Literal["auto", "off"] = "auto"
-    """Gather activations of tensor parallelism in float8. `auto`: with `tensorwise`."""
-    precompute_scale: Literal["auto", "off"] = "auto"
-    """Compute the scales of all weights gathered in float8 by one all-reduce a step, not one each."""
     filter: Literal["auto", "all"] = "auto"
     """Layers to convert. `auto`: those that gain by torchao's thresholds. `all`: all whose sizes 16 divides."""
     skip: tuple[str, ...] = ("output",)
     """Layers whose name contains one of these stay in high precision."""
     always: tuple[str, ...] = ()
     """Layers whose name contains one of these are converted whatever `filter` and `skip` say: wk, wv, output."""
-    emulate: bool = False
-    """For devices without float8 matmul: compute in high precision on values rounded to float8."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -201,14 +201,22 @@ def grouped(row: Mapping[str, float | None]) -> dict[str, float]:
     return figures
 
 
-def _open_board(config: Config, folder: Path, first_step: int) -> Any:
-    """TensorBoard's writer of a run, with its config. Rows of a resume hide those of later steps."""
+def _board_tracker(config: Config, folder: Path, first_step: int) -> Tracker:
+    """TensorBoard, with the config. Rows of a resume hide those of later steps."""
     # Imported here: TensorBoard takes a second to load.
     from torch.utils.tensorboard import SummaryWriter
 
     board: Any = SummaryWriter(str(folder), purge_step=first_step + 1)
-    board.add_text("config", f"```toml\n{to_toml(config)}```", first_step)
-    return board
+
+    def start(_: dict[str, Any]) -> None:
+        board.add_text("config", f"```toml\n{to_toml(config)}```", first_step)
+
+    def log(row: dict[str, Any]) -> None:
+        for name, value in grouped(row).items():
+            board.add_scalar(name, value, row["step"])
+        board.flush()
+
+    return Tracker("metrics.tensorboard = true", start, log, board.close)
 
 
 @dataclasses.dataclass
@@ -235,24 +243,23 @@ class MetricsLogger:
         self.last: dict[str, Any] = {}  # row
         self.peak = peak_flops(self.device)
         self.file: Any = None
-        self.board: Any = None
         self.trackers: list[Tracker] = []
         if self.rank == 0:
             self._open()
         self.restart_clock()
 
     def _open(self) -> None:
-        """Open the file, TensorBoard and the trackers."""
+        """Open the file and the trackers."""
         run = dataclasses.replace(self.config.run, folder=str(self.folder))
         config = dataclasses.replace(self.config, run=run)
         self.file = open_records(self.folder / "metrics.jsonl")
         self.trackers = find_trackers(config)
-        for tracker in self.trackers:
-            tracker.call(tracker.start, msgspec.to_builtins(config))
         if config.metrics.tensorboard:
             board = self.folder / "tensorboard"
             with file_errors(board):
-                self.board = _open_board(config, board, self.first_step)
+                self.trackers.append(_board_tracker(config, board, self.first_step))
+        for tracker in self.trackers:
+            tracker.call(tracker.start, msgspec.to_builtins(config))
 
     def restart_clock(self) -> None:
         """Begin a new interval, so that the time of a validation, say, counts for no step."""
@@ -382,11 +389,6 @@ class MetricsLogger:
         if self.file:
             with file_errors(self.file.name):
                 append_record(self.file, row)
-        if self.board:
-            with file_errors(self.board.log_dir):
-                for name, value in grouped(row).items():
-                    self.board.add_scalar(name, value, row["step"])
-                self.board.flush()
         for tracker in self.trackers:
             tracker.call(tracker.log, dict(row))  # a copy: it may take it apart, such as by row.pop("step")
 
@@ -402,9 +404,6 @@ class MetricsLogger:
         if self.file:
             with file_errors(self.file.name):
                 self.file.close()
-        if self.board:
-            with file_errors(self.board.log_dir):
-                self.board.close()
         for tracker in self.trackers:
             tracker.call(tracker.close)
             if tracker.failed:

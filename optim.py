@@ -1,8 +1,8 @@
-"""The optimizer, the learning rate and gradient clipping."""
+"""The optimizer and the learning rate."""
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import config as settings
 from checkpoint.state import clean_name
@@ -22,14 +22,11 @@ logger = logging.getLogger(__name__)
 
 LARGE_JUMP = 0.1  # of the rate, from which on a resume says so
 
-PIECE = 1024  # numbers whose squares are added up in float32
 SLOWEST_BFLOAT16 = 0.98  # decay of a bfloat16 mean: it comes within 24 % of its input; at 0.999 it may never move
 
 
-def check_optim(config: Config, run_folder: Path | None = None) -> None:
-    """Refuse island intervals that do not divide, and schedules longer than a resumed run. Raises ConfigError."""
-    if run_folder is not None:
-        _check_schedule(config, run_folder)
+def check_optim(config: Config) -> None:
+    """Refuse island intervals that do not divide; say that a schedule is scaled down to fit. Raises ConfigError."""
     optimizer = config.optimizer
     kinds = {optimizer.name, *(group.kind for group in optimizer.groups)}
     if config.parallelism.cpu_offload and "muon" in kinds:
@@ -39,29 +36,14 @@ def check_optim(config: Config, run_folder: Path | None = None) -> None:
         if local_steps and section.enable and section.interval % local_steps:
             needed = f"must be a multiple of parallelism.local_steps = {local_steps}"
             raise ConfigError(f"{name}.interval = {section.interval}: {needed}")
-
-
-def _check_schedule(config: Config, run_folder: Path) -> None:
-    """Say that a schedule is shrunk to fit. Raises ConfigError if the run began with one that did fit."""
-    misfit = _find_misfit(config)
-    if not misfit:
-        return
-    began = settings.recorded_config(run_folder)
-    if config.checkpoint.branch_from or (began and not _find_misfit(began)):
-        raise ConfigError(f"{misfit}, and only a new run may shrink them")
-    warmup_steps, decay_steps = fit_schedule(config.lr_scheduler, config.training.steps)
-    logger.info(f"{misfit}: in this run they are {warmup_steps} and {decay_steps}")
-
-
-def _find_misfit(config: Config) -> str:
-    """Which steps of the schedule the run is too short for; empty: it is long enough."""
     schedule = config.lr_scheduler
     steps = config.training.steps
-    decay_steps = _decay_steps(schedule, steps)
-    if fit_schedule(schedule, steps) == (schedule.warmup_steps, decay_steps):
-        return ""
-    both = f"warmup_steps = {schedule.warmup_steps} and a decay of {decay_steps} steps"
-    return f"lr_scheduler.{both} do not fit in training.steps = {steps}"
+    asked = schedule.warmup_steps, _decay_steps(schedule, steps)
+    found = fit_schedule(schedule, steps)
+    if found != asked:
+        misfit = "warmup_steps = {} and a decay of {} steps".format(*asked)
+        fitting = "{} and {}".format(*found)
+        logger.info(f"lr_scheduler.{misfit} do not fit in training.steps = {steps}: in this run they are {fitting}")
 
 
 def build_groups(
@@ -163,21 +145,13 @@ def build_optimizer(
 def allocate_state(optimizer: Any) -> None:
     """Give every weight the state that its first step would begin with, for a load to fill.
 
-    An optimizer without such a method, as torch's, takes a step for it, with gradients and rates of 0.
+    An optimizer without such a method, as torch's, takes a step for it, with gradients and rates of 0, by DCP.
     """
     own = getattr(optimizer, "allocate_state", None)
     if own is not None:
         own()
-        return
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group in optimizer.param_groups:
-        group["lr"] = 0 * group["lr"]  # a number or a tensor
-        for weight in group["params"]:
-            weight.grad = torch.zeros_like(weight)
-    optimizer.step()
-    optimizer.zero_grad()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    else:
+        _init_optim_state(optimizer)
 
 
 class OuterOptimizer:
@@ -319,48 +293,3 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, 
         if group["lr"] != lr:
             rates[f"lr/{group['pattern']}"] = group["lr"]
     return rates
-
-
-def clip_grad_norm_(
-    parameters: Sequence[Tensor], max_norm: float, pp: DeviceMesh | None = None, islands: DeviceMesh | None = None
-) -> Tensor:
-    """Scale gradients in place to a total norm of at most `max_norm` (0: leave them). Returns the norm before.
-
-    The norm is over all ranks, including those of the pipeline `pp`, and stays on the device. Each of the `islands`
-    clips by its own, and returns their mean. If it is not finite, gradients may be NaN or 0 afterwards, and the loop
-    must find it.
-    """
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([_with_same_norm(grad) for grad in grads])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    if pp is not None and pp.size() > 1:
-        squared = norm.square()
-        dist.all_reduce(squared, group=pp.get_group())
-        norm = squared.sqrt()
-    if max_norm > 0:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    if islands is not None:
-        norm = _mean_of_islands(norm, islands)
-    return norm
-
-
-def _with_same_norm(grad: Tensor) -> Tensor:
-    """`grad` itself or, in place of one on the host, its norm.
-
-    On CPU torch adds up the squares of a tensor in a few float32 numbers (2.11 to 2.13): the norm of [128256, 4096]
-    normal values comes out 9 % too low. Over PIECE numbers the error is below 1e-6.
-    """
-    if grad.device.type != "cpu":
-        return grad
-    if isinstance(grad, DTensor):
-        places = [Replicate() if place.is_replicate() else Shard(0) for place in grad.placements]
-        return DTensor.from_local(_with_same_norm(grad.to_local()), grad.device_mesh, places)
-    if grad.dim() > 1 and grad.shape[-1] <= PIECE:
-        norms = torch.linalg.vector_norm(grad, dim=-1)
-    else:
-        flat = grad.reshape(-1)
-        whole = len(flat) // PIECE * PIECE
-        norms = torch.linalg.vector_norm(flat[:whole].view(-1, PIECE), dim=1)
-        norms = torch.cat((norms, flat[whole:].norm()[None]))
-    return torch.linalg.vector_norm(norms, dtype=torch.float64)[None].to(grad.dtype)

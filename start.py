@@ -46,7 +46,6 @@ class Setup:
     def check_folder(self, folder: Path) -> str:
         """Find what is wrong with going on in the run's folder. For rank 0. Returns the run's id."""
         self.data.check_run(folder)
-        check_optim(self.config, folder)
         return check_checkpoints(self.config, self.identity, folder, self.data)
 
 

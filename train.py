@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from checkpoint.manager import CheckpointManager
 from config import Config, load_config
 from metrics import MetricsLogger, configure_logging
-from optim import due, learning_rate, log_jump
+from optim import due, learning_rate, log_jump, set_learning_rate
 from run.failures import BadSteps
 from run.processes import launch_environment, set_timeout
 from run.run import TrainingRun, run_and_leave
@@ -77,7 +77,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
             computed = trainer.compute_gradients(batches, run.forward_backward, measure=is_logged)
             batch_size = tokens // training.max_seq_len
             lr = learning_rate(step, steps, config.optimizer.lr, config.lr_scheduler, batch_size)
-            rates = trainer.set_learning_rate(lr)
+            rates = set_learning_rate(trainer.optimizer, lr)
             if guard.accepts(step, computed.loss, computed.grad_norm):
                 checkpoint.wait_for_copies()  # a save in the background still reads weights and moments
                 with watchdog.section("optimizer"):

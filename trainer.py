@@ -8,19 +8,11 @@ from torch import Tensor, nn
 
 from config import Config
 from data.loader import Batch
-from layer_norms import LayerNorms, layer_of
 from loss import build_chunked_loss, build_loss, count_trained, loss_chunks, sum_losses, term_names
 from models import ModelSpec
 from models.weights import build_refresh, init_weights
-from optim import (
-    OuterOptimizer,
-    allocate_state,
-    build_optimizer,
-    clip_grad_norm_,
-    due,
-    set_learning_rate,
-    summarize_groups,
-)
+from norms import Norms, layer_of
+from optim import OuterOptimizer, allocate_state, build_optimizer, due, summarize_groups
 from parallel.mesh import Mesh, ParallelDims
 from parallel.pipeline import Compute, build_compute
 
@@ -70,7 +62,6 @@ class Trainer:
         for part in self.parts:
             init_weights(part, home, config.run.seed, on_progress)
         self.compute = self._build_compute(flavor)
-        self.parameters = [parameter for part in self.parts for parameter in part.parameters()]
         group = dims.build_update_group() if groups else None
         self.optimizer = build_optimizer(
             self.parts, config.optimizer, config.compile, group, config.training.param_dtype
@@ -79,9 +70,7 @@ class Trainer:
         if mesh.islands is not None:
             self.islands = OuterOptimizer(self.optimizer, mesh.islands, config.parallelism)
         self.refresh_weights = build_refresh(self.parts, config)
-        self._layer_norms: LayerNorms | None = None
-        if config.metrics.per_layer:
-            self._layer_norms = LayerNorms(layers, self.parts, mesh, dims, device)
+        self.norms = Norms(layers, self.parts, mesh, dims, device)
 
     def _build_compute(self, flavor: Any) -> Compute:
         config, z_loss = self.config, self.config.training.z_loss
@@ -116,25 +105,18 @@ class Trainer:
         n_tokens = count_trained((batch.labels for batch in batches), self.dims, self.device)
         losses = forward_backward(self.compute, batches, n_tokens)
         loss, *others = sum_losses(losses, self.dims, self.device).reshape(-1)
-        self._measures = measure and self._layer_norms is not None
-        if self._layer_norms and self._measures:
-            self._layer_norms.begin()
-        max_norm = self.config.training.max_norm
-        grad_norm = clip_grad_norm_(self.parameters, max_norm, self.mesh.pp, self.mesh.islands)
-        return Computed(loss, dict(zip(self.term_names, others, strict=False)), grad_norm.to(self.device))
-
-    def set_learning_rate(self, lr: float) -> dict[str, float]:
-        """Set the rate of every group; returns the rates by the names of their figures."""
-        return set_learning_rate(self.optimizer, lr)
+        self._measures = measure and self.config.metrics.per_layer
+        if self._measures:
+            self.norms.begin()
+        grad_norm = self.norms.clip(self.config.training.max_norm)
+        return Computed(loss, dict(zip(self.term_names, others, strict=False)), grad_norm)
 
     def update(self) -> dict[str, Tensor]:
         """Let the optimizer make its step. Returns the norms of layers, if they are measured. Collective."""
         self.optimizer.step()
         if self.islands:
             self.islands.apart = True
-        if self._layer_norms and self._measures:
-            return self._layer_norms.end()
-        return {}
+        return self.norms.end() if self._measures else {}
 
     def end_step(self, step: int) -> None:
         """Let islands meet if it is time, and forget the gradients. Collective."""

@@ -44,7 +44,6 @@ def sum_trained(trained: Trained, batches: Iterable[Batch], name: str) -> Tensor
         return cross_entropy(trained.model(tokens, positions), labels)
 
     total = sum_batches(batches, forward, lengths, trained.device)
-    assert total is not None
     if not total[1]:
         raise DataError(f"{name}: {NO_LABEL}")
     return total

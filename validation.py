@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
@@ -88,36 +89,31 @@ def validate_weights(
     figures: dict[str, float] = {}
     for name, batches, answer_bytes in sets:
         with run.watchdog.section("validation"), _no_training(trainer.parts):
-            total = sum_batches(run.watchdog.follow(batches), forward, lengths, run.device, run.asked_to_stop)
-        if total is None:
+            wanted = takewhile(lambda _: not run.asked_to_stop(), run.watchdog.follow(batches))
+            total = sum_batches(wanted, forward, lengths, run.device)
+        if run.asked_to_stop():
             logger.info(f"step {step}: not validated to the end, since the run is to stop")
             return {}
         dist.all_reduce(total)
         total[1:] /= dims.copies
-        if not total[1]:
+        found = figures_of(total, answer_bytes)
+        if not found:
             logger.info(f"step {step}: {name or 'the data'} not validated: {NO_LABEL}")
-            continue
-        for key, value in figures_of(total, answer_bytes).items():
+        for key, value in found.items():
             figures[f"{key}/{name}".rstrip("/")] = value
     return figures
 
 
 def sum_batches(
-    batches: Iterable[Batch],
-    forward: Callable[..., Tensor],
-    byte_lengths: Tensor,
-    device: torch.device,
-    asked_to_stop: Callable[[], bool] = lambda: False,
-) -> Tensor | None:
-    """[loss in nats, tokens that have one, bytes of their text] of this rank's batches; None if asked to stop.
+    batches: Iterable[Batch], forward: Callable[..., Tensor], byte_lengths: Tensor, device: torch.device
+) -> Tensor:
+    """[loss in nats, tokens that have one, bytes of their text] of this rank's batches.
 
     `forward(tokens, labels, positions)` returns the summed loss. Added up in float64: float32 would lose digits of a
     long set.
     """
     total = torch.zeros(3, dtype=torch.float64, device=device)
     for batch in batches:
-        if asked_to_stop():
-            return None
         tokens, labels, positions = batch.to(device)
         is_counted = labels != IGNORED
         total[0] += forward(tokens, labels, positions)
@@ -127,14 +123,17 @@ def sum_batches(
 
 
 def figures_of(total: Tensor, answer_bytes: int | None = None) -> dict[str, float]:
-    """The mean loss and, where bytes are known, bits per byte. `answer_bytes`: of a set of answers, see `Answers`."""
+    """The mean loss and, where bytes are known, bits per byte; nothing without a trained token.
+
+    `answer_bytes`: of a set of answers, see `Answers`, which only has the latter.
+    """
     nats, tokens, n_bytes = total.tolist()
     n_bytes = answer_bytes or n_bytes
-    figures = {"validation_loss": nats / tokens}
-    if n_bytes:
+    figures: dict[str, float] = {}
+    if tokens and answer_bytes is None:
+        figures["validation_loss"] = nats / tokens
+    if tokens and n_bytes:
         figures["bits_per_byte"] = nats / math.log(2) / n_bytes
-    if answer_bytes is not None:
-        del figures["validation_loss"]
     return figures
 
 

@@ -91,7 +91,6 @@ GAINS = {
     "wk and wv too": (EVERY_LAYER,),
     "output too": ('--float8.always=["output"]',),
     "output too, whole logits": ("--float8.skip=[]", "--training.loss_chunks=1"),
-    "fast accumulation": ("--float8.fast_accumulation=all",),
 }
 # Linear layers of the 8B: out, in.
 MATMULS = {

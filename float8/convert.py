@@ -39,21 +39,12 @@ def check_float8(config: Config, here: bool = True) -> None:
             f"parallelism.reshard_group_size = {group}: FSDP2 gathers no float8 weights from such groups; "
             'set float8.fsdp_all_gather = "off"'
         )
-    _check_recipe(float8)
-    if float8.emulate:
-        return
+    if own_kernels(float8) and float8.recipe == "rowwise_with_gw_hp":
+        raise ConfigError(f'float8.kernels = "own": cannot be used with float8.recipe = "{float8.recipe}"')
     _check_tokens(config)
     # CPUs need no check: they compute float8 matmuls for real, if not fast.
     if here and torch.cuda.is_available():
         _check_gpu()
-
-
-def _check_recipe(float8: settings.Float8) -> None:
-    asked = 'float8.kernels = "own"'
-    if own_kernels(float8) and float8.emulate:
-        raise ConfigError(f"{asked}: cannot be used with float8.emulate = true")
-    if own_kernels(float8) and float8.recipe == "rowwise_with_gw_hp":
-        raise ConfigError(f'{asked}: cannot be used with float8.recipe = "{float8.recipe}"')
 
 
 def _check_tokens(config: Config) -> None:
@@ -80,7 +71,7 @@ def _check_gpu() -> None:
     name = torch.cuda.get_device_name()
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
-        needed = "has no float8 matmul, as from compute capability 8.9 on; float8.emulate = true tries the numerics"
+        needed = "has no float8 matmul, as from compute capability 8.9 on"
         raise ConfigError(f"float8.enable = true: {name} {needed}")
 
 
@@ -154,7 +145,7 @@ def build_linear(linear: nn.Linear, float8: settings.Float8) -> nn.Linear:
     linear_config = build_linear_config(float8)
     if own_kernels(float8):
         layer: Any = OwnLinear.from_float(linear, linear_config)
-        layer.how = float8.recipe, float8.fast_accumulation == "all"
+        layer.recipe = float8.recipe
         return layer
     return Linear.from_float(linear, linear_config)
 
@@ -165,13 +156,10 @@ def build_linear_config(float8: settings.Float8) -> Any:
     `round_scales_to_power_of_2` is the recipe's. No recipe that sets it has the float8 all-gather, with which torchao
     (0.18) would ignore it.
     """
-    from torchao.float8.config import Float8GemmConfig, Float8LinearConfig
+    from torchao.float8.config import Float8LinearConfig
 
     recipe = Float8LinearConfig.from_recipe_name(float8.recipe)
-    if float8.fast_accumulation == "all":
-        fast = Float8GemmConfig(use_fast_accum=True)
-        recipe = dataclasses.replace(recipe, gemm_config_grad_input=fast, gemm_config_grad_weight=fast)
-    return dataclasses.replace(recipe, enable_fsdp_float8_all_gather=gathers_float8(float8), emulate=float8.emulate)
+    return dataclasses.replace(recipe, enable_fsdp_float8_all_gather=gathers_float8(float8))
 
 
 def summarize(converted: list[str], skipped: dict[str, str]) -> str:

@@ -11,14 +11,13 @@ from float8.convert import gathers_float8
 
 
 def precompute_scales(parts: list[nn.Module], config: Config) -> None:
-    """Compute the scales of all float8 weights with one all-reduce per part, if the config uses such scales.
+    """Compute the scales of all weights that FSDP2 gathers in float8, with one all-reduce per part.
 
     Call it whenever the weights have changed, after an optimizer step or a load: FSDP2 casts by the scales it last
     found and does not look at the weights again.
     """
-    if not gathers_float8(config.float8) or config.float8.precompute_scale == "off":
-        return
-    if config.parallelism.cpu_offload:  # weights would lose their scales on the way to the device (torch 2.13)
+    # On their way from the host weights would lose their scales (torch 2.13).
+    if not gathers_float8(config.float8) or config.parallelism.cpu_offload:
         return
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 

@@ -23,7 +23,6 @@ if torch.cuda.is_available():
     from float8 import kernels  # noqa: F401  (registers them)
 
 INSTEAD = 'float8.kernels = "compiler"'
-How = tuple[str, bool]  # the recipe, and whether backward's matmuls sum in fewer bits
 # Llama's norms, and the layers that alone read what they return.
 READERS = {
     "attention_norm": ("attention.wq", "attention.wk", "attention.wv"),
@@ -61,10 +60,9 @@ def _weight(weight: Tensor, recipe: str, columns: bool) -> tuple[Tensor, Tensor]
     return found[2:] if columns else found[:2]
 
 
-def _multiply(x: Cast, weight: Tensor, how: How, dtype: torch.dtype, backward: bool = False) -> Tensor:
-    """x [M, K] times the transposed of weight [N, K], or backward dy [M, N] times it."""
-    recipe, fast = how
-    return multiply(x[:2], _weight(weight, recipe, backward), dtype, fast or not backward)
+def _multiply(x: Cast, weight: Tensor, recipe: str, dtype: torch.dtype, backward: bool = False) -> Tensor:
+    """x [M, K] times the transposed of weight [N, K], or backward dy [M, N] times it. A GPU sums a forward fast."""
+    return multiply(x[:2], _weight(weight, recipe, backward), dtype, fast=not backward)
 
 
 def _cast_gradient(grad: Tensor, recipe: str) -> Cast:
@@ -78,22 +76,22 @@ class _Linear(torch.autograd.Function):
     """y [..., N] of the cast of x [..., K] and of weight [N, K]. The first argument only takes x's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, how: How, *parts: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, recipe: str, *parts: Tensor) -> Tensor:
         ctx.save_for_backward(weight, *parts[2:])
-        ctx.how = how
+        ctx.recipe = recipe
         ctx.shape = x.shape
-        return _multiply(Cast(*parts), weight, how, x.dtype).view(*x.shape[:-1], -1)
+        return _multiply(Cast(*parts), weight, recipe, x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight, *columns = ctx.saved_tensors
-        recipe, fast = ctx.how
+        recipe = ctx.recipe
         dy = _cast_gradient(grad, recipe)
         of_x = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_x = _multiply(dy, weight, ctx.how, grad.dtype, backward=True).view(ctx.shape)
+            of_x = _multiply(dy, weight, recipe, grad.dtype, backward=True).view(ctx.shape)
         if ctx.needs_input_grad[1]:
-            of_weight = multiply(dy[2:], columns, grad.dtype, fast)
+            of_weight = multiply(dy[2:], columns, grad.dtype, fast=False)
         return of_x, of_weight, *[None] * 5
 
 
@@ -105,32 +103,31 @@ class _FeedForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, how: How, *parts: Tensor) -> Tensor:
-        ctx.how = how
+    def forward(ctx: Any, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, recipe: str, *parts: Tensor) -> Tensor:
+        ctx.recipe = recipe
         ctx.shape = x.shape
-        g = _multiply(Cast(*parts), w1, how, x.dtype)
-        u = _multiply(Cast(*parts), w3, how, x.dtype)
-        (a,) = cast("gate", how[0], [g, u], columns=False)
+        g = _multiply(Cast(*parts), w1, recipe, x.dtype)
+        u = _multiply(Cast(*parts), w3, recipe, x.dtype)
+        (a,) = cast("gate", recipe, [g, u], columns=False)
         ctx.save_for_backward(w1, w3, w2, g, u, *parts[2:])
-        return _multiply(a, w2, how, x.dtype).view(*x.shape[:-1], -1)
+        return _multiply(a, w2, recipe, x.dtype).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         w1, w3, w2, g, u, *columns = ctx.saved_tensors
-        how = ctx.how
+        recipe = ctx.recipe
         dtype = grad.dtype
-        recipe, fast = how
         dy = _cast_gradient(grad, recipe)
-        of_a = _multiply(dy, w2, how, dtype, backward=True)
+        of_a = _multiply(dy, w2, recipe, dtype, backward=True)
         dg, du, a = cast("gate_grad", recipe, [g, u, of_a], gradient=True)
-        of_x = _multiply(dg, w1, how, dtype, backward=True) + _multiply(du, w3, how, dtype, backward=True)
+        of_x = _multiply(dg, w1, recipe, dtype, backward=True) + _multiply(du, w3, recipe, dtype, backward=True)
         of_w1 = of_w3 = of_w2 = None
         if ctx.needs_input_grad[1]:
-            of_w1 = multiply(dg[2:], columns, dtype, fast)
+            of_w1 = multiply(dg[2:], columns, dtype, fast=False)
         if ctx.needs_input_grad[2]:
-            of_w3 = multiply(du[2:], columns, dtype, fast)
+            of_w3 = multiply(du[2:], columns, dtype, fast=False)
         if ctx.needs_input_grad[3]:
-            of_w2 = multiply(dy[2:], a[2:], dtype, fast)
+            of_w2 = multiply(dy[2:], a[2:], dtype, fast=False)
         return of_x.view(ctx.shape), of_w1, of_w3, of_w2, *[None] * 5
 
 
@@ -149,7 +146,7 @@ class Linear(Float8Linear):
 class OwnLinear(Linear):
     """torchao's layer and weight, with casts of our own. Its input may be cast already."""
 
-    how: How
+    recipe: str
 
     def forward(self, input: Any, use: Callable[..., Tensor] | None = None) -> Tensor:
         return super().forward(input, use or self.compute)
@@ -162,8 +159,8 @@ class OwnLinear(Linear):
             of_result = Shard(-1) if by_rows else Partial()
             y = self.compute(x.to_local(grad_placements=of_gradient), weight.to_local())
             return DTensor.from_local(y, x.device_mesh, [of_result], run_check=False)
-        x = quantize(x, self.how[0])
-        return _Linear.apply(x.handle, weight, self.how, *x.cast)
+        x = quantize(x, self.recipe)
+        return _Linear.apply(x.handle, weight, self.recipe, *x.cast)
 
 
 class OwnFeedForward(nn.Module):
@@ -182,9 +179,9 @@ class OwnFeedForward(nn.Module):
             mesh = x.device_mesh
             x = x.to_local(grad_placements=[Partial()])
             weights = [weight.to_local() for weight in weights]
-        how = self.w1.how
-        x = quantize(x, how[0])
-        y = _FeedForward.apply(x.handle, *weights, how, *x.cast)
+        recipe = self.w1.recipe
+        x = quantize(x, recipe)
+        y = _FeedForward.apply(x.handle, *weights, recipe, *x.cast)
         if mesh is None:
             return y
         summand = DTensor.from_local(y, mesh, [Partial()], run_check=False)
@@ -222,7 +219,7 @@ def convert_around(model: nn.Module, norms: bool) -> None:
             before = norms and not getattr(block, "norm_after", False)
             if before and isinstance(norm, nn.RMSNorm) and own.issuperset(readers):
                 _check_norm(norm)
-                setattr(block, name, OwnNorm(norm, layers[readers[0]].how[0]))
+                setattr(block, name, OwnNorm(norm, layers[readers[0]].recipe))
         for name, child in block.named_children():
             if own.issuperset(f"{name}.{w}" for w in ("w1", "w2", "w3")):
                 _check_feed_forward(child)

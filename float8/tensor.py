@@ -23,8 +23,7 @@ from float8.convert import ONE_SCALE, own_kernels
 
 def gathers_activations(float8: Float8) -> bool:
     """Whether tensor parallelism gathers the inputs of the converted layers in float8."""
-    wanted = float8.enable and float8.tp_all_gather != "off" and not own_kernels(float8)
-    return wanted and float8.recipe == ONE_SCALE
+    return float8.enable and float8.recipe == ONE_SCALE and not own_kernels(float8)
 
 
 def float8_plan(module: nn.Module, plan: Mapping[str, ParallelStyle], device_type: str) -> dict[str, ParallelStyle]:

@@ -10,7 +10,9 @@ from tools.same import (
     CP,
     DDP,
     DOCUMENTS,
+    FLOAT8,
     LAYOUTS,
+    OWN_KERNELS,
     PP,
     RING,
     ROUNDED,
@@ -26,10 +28,15 @@ SELECTIVE = ("--activation_checkpoint.mode=selective",)
 BUDGET = ("--compile.enable=true", "--activation_checkpoint.mode=budget")
 IN_PAIRS = ("--parallelism.reshard_after_forward=true", "--parallelism.reshard_group_size=2")
 HOST = ("--parallelism.cpu_offload=true",)
-LATE = ("--parallelism.sync_every_microbatch=false",)
+LATE = ("--parallelism.sync_every_microbatch=false", "--parallelism.reshard_after_forward=false")
 OWN_SCATTER = ("--parallelism.reduce_scatter=all_to_all",)
 INTERLEAVED = (*PP, "--parallelism.pp_schedule=Interleaved1F1B")
+ROWWISE = ("--float8.recipe=rowwise",)
+GATHERED = (*FLOAT8, "--float8.fsdp_all_gather=auto")
 IN_BFLOAT16 = partial(Layout, reference=BFLOAT16, tolerance=ROUNDED)
+# Each microbatch has scales of its own, and so other roundings than all sequences at once.
+SCALED = Tolerance(5e-4, 0.25, 0.5)
+IN_FLOAT8 = partial(Layout, reference=FLOAT8, tolerance=SCALED)
 OF_DOCUMENTS = partial(Layout, reference=DOCUMENTS)
 # Kernels that the compiler fuses round elsewhere.
 FUSED = Tolerance(1e-5, 1e-3, 0.02)
@@ -37,35 +44,31 @@ FUSED = Tolerance(1e-5, 1e-3, 0.02)
 # Each kind of layout meets each mode of activation checkpointing, eager or compiled.
 LLAMA = LAYOUTS | {
     "on the host": Layout(1, HOST, batches=4),
+    "budget, by inductor": Layout(1, BUDGET, tolerance=FUSED),
     "FSDP 2 on the host": Layout(2, HOST, batches=2),
-    "DDP 2, selective, compiled": Layout(2, (*DDP, *SELECTIVE, *COMPILED)),
-    "FSDP 2, compiled by inductor": Layout(2, ("--compile.enable=true",), tolerance=FUSED),
-    "TP 2, budget, by inductor": Layout(2, (*TP, *BUDGET), tolerance=FUSED),
     "FSDP 2, chunks, compiled": Layout(2, (*CHUNKS, *COMPILED), batches=2),
-    "FSDP 2, summed and gathered once": Layout(2, (*LATE, "--parallelism.reshard_after_forward=false"), batches=4),
+    "FSDP 2, full": Layout(2, FULL, batches=2),
+    "FSDP 2, summed and gathered once": Layout(2, LATE, batches=4),
     "FSDP 2, own reduce-scatter, bfloat16": IN_BFLOAT16(2, (*OWN_SCATTER, *BFLOAT16)),
-    "FSDP 2, summed once, bfloat16": IN_BFLOAT16(2, (*LATE, *BFLOAT16), batches=2),
-    "FSDP 2, summed in bfloat16": IN_BFLOAT16(2, (*BFLOAT16, "--training.reduce_dtype=bfloat16")),
     "CP 2, compiled": Layout(2, (*CP, *COMPILED)),
     "CP 2, chunks": Layout(2, (*CP, *CHUNKS)),
     "CP 2, ring, selective, compiled": Layout(2, (*RING, *SELECTIVE, *COMPILED)),
-    "CP 2, ring, full, bfloat16": IN_BFLOAT16(2, (*RING, *FULL, *BFLOAT16)),
     "PP 2, documents": OF_DOCUMENTS(2, (*PP, *DOCUMENTS)),
-    "PP 2, interleaved": Layout(2, INTERLEAVED),
-    "FSDP 4, full": Layout(4, FULL, batches=2),
     "FSDP 4, kept gathered in pairs": Layout(4, IN_PAIRS, batches=2),
-    "FSDP 4, own reduce-scatter": Layout(4, OWN_SCATTER, batches=2),
     "HSDP 2 x 2, selective": Layout(4, (*HSDP, *SELECTIVE), batches=2),
+    "DDP 2 x TP 2": Layout(4, (*DDP, *TP)),
     "FSDP 2 x TP 2, full, compiled": Layout(4, (*TP, *FULL, *COMPILED)),
-    "FSDP 2 x TP 2, selective, bfloat16": IN_BFLOAT16(4, (*TP, *SELECTIVE, *BFLOAT16)),
-    "FSDP 2 x PP 2, selective, compiled": Layout(4, (*PP, *SELECTIVE, *COMPILED)),
-    "FSDP 2 x PP 2, interleaved, bfloat16": IN_BFLOAT16(4, (*INTERLEAVED, *BFLOAT16), batches=2),
+    "FSDP 2 x PP 2, interleaved, bfloat16, compiled": IN_BFLOAT16(4, (*INTERLEAVED, *BFLOAT16, *COMPILED), batches=2),
     "DDP 2 x PP 2": Layout(4, (*DDP, *PP), batches=2),
-    "DDP 2 x CP 2": Layout(4, (*DDP, *CP), batches=2),
     "CP 4, ring": Layout(4, ("--parallelism.cp=4", "--parallelism.cp_method=ring")),
     "CP 2 x TP 2, documents": OF_DOCUMENTS(4, (*CP, *TP, *DOCUMENTS)),
-    "HSDP 2 x 2 x TP 2": Layout(8, (*HSDP, *TP)),
     "FSDP 2 x TP 2 x PP 2": Layout(8, (*TP, *PP)),
+    "FSDP 2, float8": IN_FLOAT8(2, (*GATHERED, *FULL), batches=2),
+    "CP 2, float8 by rows": Layout(2, (*CP, *FLOAT8, *ROWWISE), (*FLOAT8, *ROWWISE), SCALED),
+    "TP 2, float8": IN_FLOAT8(2, (*TP, *FLOAT8)),
+    "TP 2, float8, own kernels, compiled": IN_FLOAT8(2, (*TP, *FLOAT8, *OWN_KERNELS, *COMPILED)),
+    "PP 2, float8": IN_FLOAT8(2, (*PP, *FLOAT8)),
+    "FSDP 2 x TP 2, float8": IN_FLOAT8(4, (*TP, *GATHERED)),
 }
 OPTIONS: dict[str, Any] = {
     "qkv_bias": True,
@@ -81,6 +84,8 @@ OPTIONS: dict[str, Any] = {
     "residual_multiplier": 0.5,
     "logits_divisor": 3.0,
 }
+MUONS = ("HSDP 2 x 2, selective", "FSDP 2 x TP 2", "DDP 2 x PP 2")  # only Muon's table has these
+GROUPS = '[{pattern="*norm*",lr=0.5},{pattern="layers.1.*",weight_decay=0,betas=[0.8]}]'
 
 
 class Table(NamedTuple):
@@ -96,26 +101,15 @@ def some(*names: str) -> dict[str, Layout]:
 
 
 TABLES = {
-    "llama": Table(LLAMA),
-    "tied": Table(some("TP 2", "FSDP 2, chunks, compiled"), shape={"tie_embeddings": True}),
-    "z-loss": Table(
-        some("one process", "CP 2, chunks", "FSDP 2, chunks, compiled", "TP 2"), ("--training.z_loss=0.01",)
+    "llama": Table({name: layout for name, layout in LLAMA.items() if name not in MUONS}),
+    "tied, with z-loss": Table(
+        some("TP 2", "CP 2, chunks", "FSDP 2, chunks, compiled"), ("--training.z_loss=0.01",), {"tie_embeddings": True}
     ),
-    "options": Table(
-        some(
-            "loss in chunks", "compiled", "documents", "TP 2", "PP 2", "CP 2, documents",
-            "FSDP 2 x TP 2, full, compiled", "FSDP 2 x TP 2 x PP 2",
-        ),
-        shape=OPTIONS,
-    ),
+    "options": Table(some("compiled", "TP 2", "PP 2", "CP 2, documents"), shape=OPTIONS),
     # Of sizes that ranks do not share evenly.
     "muon": Table(
-        some("one process", "FSDP 2", "TP 2", "FSDP 4, full", "HSDP 2 x 2, selective", "FSDP 2 x TP 2", "DDP 2 x PP 2"),
-        ("--optimizer.name=muon",),
+        some("TP 2", *MUONS),
+        ("--optimizer.name=muon", f"--optimizer.groups={GROUPS}"),
         {"hidden_dim": 110, "n_layers": 3},
     ),
-    "groups": Table(
-        some("one process", "FSDP 2", "PP 2"),
-        ('--optimizer.groups=[{pattern="*norm*",lr=0.5},{pattern="layers.1.*",weight_decay=0,betas=[0.8,0.9]}]',),
-    ),
-}  # fmt: skip
+}

@@ -60,7 +60,7 @@ def opened(config: Config, steps: int, batches: int, **model_options: Any) -> Op
     dp = ParallelDims.from_config(config.parallelism, dist.get_world_size()).dp
     sizes = {"steps": steps, "local_batch_size": SEQUENCES // dp // batches, "global_batch_size": SEQUENCES}
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, **sizes))
-    return Opened(config, LLAMA, dataclasses.replace(FLAVOR, **model_options), has_data=False)
+    return Opened(config, LLAMA, dataclasses.replace(FLAVOR, **model_options))
 
 
 def trace_of(config: Config, steps: int, batches: int = 1, **model_options: Any) -> Trace:

@@ -257,7 +257,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster]:
     device = DEVICES[options.device]
     config = settle_model(load_config(rest))
     check_effects(config)
-    if config.float8.enable and device.float8_flops is None and not config.float8.emulate:
+    if config.float8.enable and device.float8_flops is None:
         raise ConfigError(f"float8.enable = true: {options.device} has no float8 matmul")
     if config.training.epochs and not options.tokens:
         raise ConfigError(f"training.epochs = {config.training.epochs:g}: depends on the data; say --tokens")

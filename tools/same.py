@@ -9,8 +9,6 @@ layout then trains the same steps as train.py does. Exit code 1: one of them com
 import argparse
 import copy
 import dataclasses
-import hashlib
-import json
 import logging
 import multiprocessing
 import os
@@ -19,7 +17,10 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,22 +32,21 @@ from torch.distributed.tensor import DTensor
 
 from checkpoint.state import clean_name
 from config import Config, ConfigError, TitaniteError, command_line, load_config
-from data.loader import IGNORED, Batch, DataLoader
+from data.loader import IGNORED, Batch
 from float8.convert import check_float8, convert_to_float8
 from loss import check_loss, loss_chunks, stack_terms
 from models import ModelSpec, build_model, find_model, settle_model
 from models.weights import init_weights
-from optim import build_optimizer, check_optim, clip_grad_norm_, learning_rate, set_learning_rate
+from optim import build_optimizer, check_optim, learning_rate, set_learning_rate
 from parallel.device import device_type
 from parallel.mesh import ParallelDims
 from run.processes import shut_down
 from trainer import Computed, Trainer
 
-STEPS = 5
-UNTRAINED = 4  # the step without a label, of random tokens
+STEPS = 4
+UNTRAINED = 3  # the step without a label, of random tokens
 SEQUENCES, SEQ_LEN, VOCAB_SIZE = 16, 32, 256
 TIMEOUT_SECONDS = 60  # of a collective
-PATIENCE_SECONDS = 600  # with all layouts of a world size
 # What every config gets. Shapes of the model are `shrink`'s.
 SMALL = (
     f"--training.steps={STEPS}", f"--training.seq_len={SEQ_LEN}", f"--training.global_batch_size={SEQUENCES}",
@@ -118,7 +118,6 @@ class Opened(NamedTuple):
     config: Config
     spec: ModelSpec
     flavor: Any
-    has_data: bool  # prepared; otherwise tokens are random
 
 
 class Trace(NamedTuple):
@@ -136,24 +135,18 @@ class Trace(NamedTuple):
 
 def open_small(words: Sequence[str], layout: Layout, shape: dict[str, Any]) -> Opened:
     """The config of a command line in a layout. `shape`: other fields of the model. Raises TitaniteError."""
-    given = load_config(words)
-    datasets = [url for url in given.data.datasets if "://" in url or Path(url).exists()]
-    has_data = bool(datasets) and len(datasets) == len(given.data.datasets)
     config = load_config([*words, *SMALL, *layout.words])
     size = SEQUENCES // (ParallelDims.from_config(config.parallelism, layout.ranks).dp * layout.batches)
     config = load_config([*words, *SMALL, *layout.words, f"--training.local_batch_size={size}"])
     config = settle_model(config)
-    vocab_size = VOCAB_SIZE
-    if has_data:
-        vocab_size = DataLoader(config, 0, 1).vocab_size
-    spec, flavor = find_model(config.model, vocab_size)
-    return Opened(config, spec, shrink(flavor, vocab_size, **shape), has_data)
+    spec, flavor = find_model(config.model, VOCAB_SIZE)
+    return Opened(config, spec, shrink(flavor, **shape))
 
 
-def shrink(flavor: Any, vocab_size: int, **shape: Any) -> Any:
+def shrink(flavor: Any, **shape: Any) -> Any:
     """A model of the same kind in a few layers and heads: what is not a size stays."""
     sizes: dict[str, Any] = {"dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 4, "head_dim": 16, "hidden_dim": 128}
-    sizes["vocab_size"] = -(-vocab_size // 64) * 64
+    sizes["vocab_size"] = VOCAB_SIZE
     if getattr(flavor, "n_kv_heads", 1) < getattr(flavor, "n_heads", 1):
         sizes["n_kv_heads"] = 2
     if getattr(flavor, "windows", ()):
@@ -167,12 +160,6 @@ def steps_of(opened: Opened, dims: ParallelDims, rank: int) -> Iterator[list[Bat
     """The microbatches of a rank, step by step."""
     config = opened.config
     own = dims.dp_rank(rank)
-    if opened.has_data:
-        data = DataLoader(config, own, dims.dp)
-        for _ in range(config.training.steps):
-            yield data.next_step()
-        data.close()
-        return
     size = config.training.local_batch_size
     used = SEQUENCES - SEQUENCES % (dims.dp * size)  # all ranks take as many microbatches
     for step in range(1, config.training.steps + 1):
@@ -229,7 +216,8 @@ def train_plainly(opened: Opened, device: torch.device) -> Trace:
             assert used.grad is not None, f"{name} has no gradient"
             weight.grad = used.grad.to(weight.dtype)
         trace.losses.append(terms.tolist())
-        clip_grad_norm_(list(weights.values()), training.max_norm)
+        if training.max_norm:
+            nn.utils.clip_grad_norm_(weights.values(), training.max_norm)
         gradients = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
         trace.gradients.append({name: gradient.cpu().clone() for name, gradient in gradients.items()})
         lr = learning_rate(step, training.steps, config.optimizer.lr, config.lr_scheduler, SEQUENCES)
@@ -256,7 +244,7 @@ class _Alone(nn.Module):
 
 def start_in_layout(opened: Opened, device: torch.device) -> Trainer:
     """Check and build as train.py does, as a rank of a process group. Raises TitaniteError where a start refuses."""
-    config, spec, flavor, _ = opened
+    config, spec, flavor = opened
     dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
     check_float8(config)
     check_optim(config)
@@ -276,9 +264,8 @@ def take_steps(opened: Opened, trainer: Trainer) -> Iterator[Computed]:
     config = opened.config
     for step, batches in enumerate(steps_of(opened, trainer.dims, dist.get_rank()), start=1):
         computed = trainer.compute_gradients([batch.to(trainer.device) for batch in batches], measure=True)
-        trainer.set_learning_rate(
-            learning_rate(step, config.training.steps, config.optimizer.lr, config.lr_scheduler, SEQUENCES)
-        )
+        lr = learning_rate(step, config.training.steps, config.optimizer.lr, config.lr_scheduler, SEQUENCES)
+        set_learning_rate(trainer.optimizer, lr)
         yield computed
         trainer.update()
         trainer.end_step(step)
@@ -345,120 +332,82 @@ WORST_FIRST = ("fails", "differs", "refused", "same")
 SILENT = ("differs", "fails")  # nothing would say so before the run is over, or it would say it in a traceback
 
 
-class Work(NamedTuple):
-    """What ranks are to do. Their results go to `folder`."""
+def compare_layouts(words: Sequence[str], layouts: dict[str, Layout], **shape: Any) -> Iterator[tuple[str, Verdict]]:
+    """Yield the verdict of each layout by its name. `shape`: fields of the small model. One start for all layouts."""
+    context = multiprocessing.get_context("fork" if device_type() == "cpu" else "spawn")
+    plain: dict[tuple[str, ...], Trace | Verdict] = {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        # A process for each rank: torch remembers parts of tensors by the mesh, as if a process kept its place there.
+        most = max((layout.ranks for layout in layouts.values()), default=0)
+        pools = [ProcessPoolExecutor(1, context, begin_process) for _ in range(most)]
+        for pool in pools:
+            stack.enter_context(pool)
+        for name, layout in layouts.items():
+            if layout.reference not in plain:
+                (plain[layout.reference],) = ask(pools[:1], reference, words, layout, shape)
+            expected = plain[layout.reference]
+            if isinstance(expected, Verdict):
+                yield name, expected
+                continue
+            meeting = f"{folder}/{name}"
+            verdicts = ask(pools[: layout.ranks], compare_as_rank, words, layout, shape, expected, meeting)
+            yield name, min(verdicts, key=lambda verdict: WORST_FIRST.index(verdict.kind))
 
-    words: tuple[str, ...]
-    shape: dict[str, Any]
-    layouts: dict[str, Layout]
-    folder: Path
 
-
-def run_rank(work: Work, rank: int, ranks: int) -> None:
-    """The life of a rank: the layouts one after another, each with a process group of its own. Never returns."""
+def begin_process() -> None:
+    """Set up a process that will be a rank of one group after another."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     torch._logging.set_logs(distributed=logging.ERROR, all=logging.ERROR)
-    device = torch.device(device_type())
-    if device.type != "cpu":  # all ranks share the first one, which NCCL allows to those that name hosts of their own
+    if device_type() != "cpu":  # all ranks share the first one, which NCCL allows to those that name hosts of their own
         torch.accelerator.set_device_index(0)
         loopback = dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), "lo")
-        os.environ.update(loopback, NCCL_IB_DISABLE="1", NCCL_HOSTID=f"host{rank}")
-    for name, layout in work.layouts.items():
-        torch._dynamo.reset()  # a rank of a real run compiles for one model
-        verdict = _try_layout(work, name, layout, device, rank)
-        _write(work.folder / f"{name}.{rank}", verdict)
-        if verdict.kind == "fails":  # the others may wait for this one
-            break
-    os._exit(0)  # gloo's threads may abort in Python's own end
+        os.environ.update(loopback, NCCL_IB_DISABLE="1", NCCL_HOSTID=f"host{os.getpid()}")
 
 
-def _try_layout(work: Work, name: str, layout: Layout, device: torch.device, rank: int) -> Verdict:
+def ask(ranks: Sequence[ProcessPoolExecutor], function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `function(*arguments, rank)` returns in the process of each rank, or the verdict of how it ended."""
     try:
-        opened = open_small(work.words, layout, work.shape)
-        plain = _reference(work, layout, device)
-        backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
-        dist.init_process_group(
-            backend, init_method=f"file://{work.folder}/{name}.meet", rank=rank, world_size=layout.ranks,
-            timeout=timedelta(seconds=TIMEOUT_SECONDS),
-        )  # fmt: skip
-        difference = first_difference(train_in_layout(opened, device), plain, layout.tolerance)
-        dist.barrier()
-        shut_down()
+        futures = [pool.submit(attempt, function, *arguments, rank) for rank, pool in enumerate(ranks)]
+        return [future.result() for future in futures]
+    except BrokenProcessPool as error:  # such as by a segmentation fault; later layouts cannot be tried, either
+        return [Verdict("fails", str(error))]
+
+
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """The function's result, or the verdict of its error. Leaves its process group."""
+    try:
+        return function(*arguments)
     except TitaniteError as error:
-        if dist.is_initialized():
-            shut_down()
         return Verdict("refused", str(error))
     except Exception as error:  # whatever a fork's code may raise
         where = traceback.extract_tb(error.__traceback__)[-1]
         said = str(error).strip().partition("\n")[0]
         return Verdict("fails", f"{type(error).__name__}: {said} ({Path(where.filename).name}:{where.lineno})")
+    finally:
+        shut_down()
+
+
+def reference(words: Sequence[str], layout: Layout, shape: dict[str, Any], rank: int) -> Trace:
+    """What the plain loop computes for a layout."""
+    return train_plainly(open_small(words, Layout(1, layout.reference), shape), torch.device(device_type()))
+
+
+def compare_as_rank(
+    words: Sequence[str], layout: Layout, shape: dict[str, Any], plain: Trace, meeting: str, rank: int
+) -> Verdict:
+    """Train in a layout as one of its ranks, which find each other by the file `meeting`."""
+    torch._dynamo.reset()  # a rank of a real run compiles for one model
+    opened = open_small(words, layout, shape)
+    device = torch.device(device_type())
+    backend = "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:nccl"
+    dist.init_process_group(
+        backend, init_method=f"file://{meeting}", rank=rank, world_size=layout.ranks,
+        timeout=timedelta(seconds=TIMEOUT_SECONDS),
+    )  # fmt: skip
+    difference = first_difference(train_in_layout(opened, device), plain, layout.tolerance)
+    dist.barrier()
     return Verdict("differs", difference) if difference else Verdict("same")
-
-
-def _reference(work: Work, layout: Layout, device: torch.device) -> Trace:
-    """What the plain loop computes for a layout. The first processes that ask for it run the loop."""
-    digest = hashlib.sha256(repr(layout.reference).encode()).hexdigest()[:16]
-    place = work.folder / f"plain-{digest}.pt"
-    if not place.exists():
-        plain = Layout(1, layout.reference)
-        trace = train_plainly(open_small(work.words, plain, work.shape), device)
-        part = place.with_suffix(f".{os.getpid()}")
-        torch.save(trace._asdict(), part)
-        part.rename(place)
-    return Trace(**torch.load(place, weights_only=True))
-
-
-def _write(place: Path, verdict: Verdict) -> None:
-    """Whole or not at all, for a process that looks now and then."""
-    part = place.with_name(f"{place.name}.part")
-    part.write_text(json.dumps(verdict), encoding="utf-8")
-    part.rename(place)
-
-
-def compare_layouts(words: Sequence[str], layouts: dict[str, Layout], **shape: Any) -> Iterator[tuple[str, Verdict]]:
-    """Yield the verdict of each layout by its name. `shape`: fields of the small model. One start per world size."""
-    with tempfile.TemporaryDirectory() as folder:
-        for ranks in sorted({layout.ranks for layout in layouts.values()}):
-            of_size = {name: layout for name, layout in layouts.items() if layout.ranks == ranks}
-            yield from _start_ranks(Work(tuple(words), shape, of_size, Path(folder)), ranks)
-
-
-def _start_ranks(work: Work, ranks: int) -> Iterator[tuple[str, Verdict]]:
-    """Once for all layouts, and again for those after one that fails."""
-    context: Any = multiprocessing.get_context("fork" if device_type() == "cpu" else "spawn")
-    left = dict(work.layouts)
-    while left:
-        given = work._replace(layouts=dict(left))
-        processes = [context.Process(target=run_rank, args=(given, rank, ranks)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        verdict = Verdict("same")
-        while left and verdict.kind != "fails":
-            name = next(iter(left))
-            verdict = _collect(work.folder, name, processes)
-            del left[name]
-            yield name, verdict
-        for process in processes:
-            if verdict.kind == "fails":
-                process.kill()
-            process.join()
-
-
-def _collect(folder: Path, name: str, processes: Sequence[Any]) -> Verdict:
-    """Wait for all ranks' verdicts of a layout, and return the worst; or for a rank that fails."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while time.monotonic() < deadline:
-        places = [folder / f"{name}.{rank}" for rank in range(len(processes))]
-        gone = [p.exitcode for p, place in zip(processes, places, strict=True) if not (p.is_alive() or place.exists())]
-        found = [Verdict(*json.loads(place.read_text())) for place in places if place.exists()]
-        found.sort(key=lambda verdict: WORST_FIRST.index(verdict.kind))
-        if len(found) == len(processes) or (found and found[0].kind == "fails"):
-            return found[0]
-        if gone:
-            return Verdict("fails", f"a rank ended with {gone[0]}")
-        time.sleep(0.02)
-    return Verdict("fails", f"no end within {PATIENCE_SECONDS} s")
 
 
 def main(argv: list[str]) -> int:
@@ -477,21 +426,18 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--layouts {name!r}: must be of {', '.join(LAYOUTS)}")
     words = [f"--config={arguments.config}", *rest]
     opened = open_small(words, LAYOUTS["one process"], {})
-    data = "the prepared data" if opened.has_data else "random tokens"
-    print(f"{STEPS} steps of {SEQUENCES} x {SEQ_LEN} tokens of {data}, against a plain loop in one process")
+    print(f"{STEPS} steps of {SEQUENCES} x {SEQ_LEN} random tokens, against a plain loop in one process")
     print(f"model: {opened.flavor}")
     begin = time.monotonic()
     silent = []
     chosen = {name: LAYOUTS[name] for name in LAYOUTS if name in arguments.layouts}
-    for number, (name, verdict) in enumerate(compare_layouts(words, chosen), start=1):
+    for name, verdict in compare_layouts(words, chosen):
         if verdict.kind in SILENT:
             silent.append(name)
         why = verdict.why
         if verdict.kind == "same":
             why = f"losses within {chosen[name].tolerance.loss:g}, gradients {chosen[name].tolerance.gradient:g}"
         print(f"{name:<20} {verdict.kind:<8} {why}", flush=True)
-        if sys.stderr.isatty():
-            print(f"{number} of {len(chosen)}, {time.monotonic() - begin:.0f} s", end="\r", file=sys.stderr)
     print(
         f"{len(chosen) - len(silent)} of {len(chosen)} are the same or say why not, in {time.monotonic() - begin:.0f} s"
     )

@@ -42,7 +42,6 @@ FIXED = {  # setting → why this resume keeps it
     "parallelism.reshard_group_size": "needs more ranks",
     "parallelism.cpu_offload": "not with Muon",
     "failures.on_bad_step": "rollback needs torchrun",
-    "float8.kernels": "not with float8.emulate",
     "metrics.wandb_project": "needs the package wandb",
     "training.epochs": "sets training.steps",
     "validation.answers": "needs validation, which is switched off",

@@ -47,7 +47,7 @@ def test_every_config_takes_a_step(name: str) -> None:
 
 
 def broken_step() -> Any:
-    with mock.patch.object(trainer, "clip_grad_norm_", side_effect=RuntimeError("a broken step")):
+    with mock.patch.object(trainer.Norms, "clip", side_effect=RuntimeError("a broken step")):
         return step("debug", 2)
 
 

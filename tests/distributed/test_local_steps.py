@@ -1,6 +1,5 @@
 """Islands that train alone and meet (DiLoCo): the weights of a plain loop by torch alone, resumed bit for bit."""
 
-import dataclasses
 import math
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from checkpoint.manager import CheckpointManager
 from checkpoint.state import model_tensors
 from config import load_config
 from data.loader import DataLoader
-from float8.convert import convert_to_float8
 from loss import IGNORED
 from models import find_model
 from models.llama.model import Llama
@@ -26,16 +24,12 @@ from train import train
 LOCAL_STEPS, ISLANDS = 5, 2
 APART = (f"--parallelism.dp_replicate={ISLANDS}", f"--parallelism.local_steps={LOCAL_STEPS}")
 APART += (f"--validation.interval={LOCAL_STEPS}",)
-FLOAT8 = ("--float8.enable", "--float8.filter=all")
 # World size, settings, and an island's samples in a row, which decide what it trains on.
 LAYOUTS: dict[str, tuple[int, tuple[str, ...], int]] = {
     "one rank each": (2, (), 2),
     "TP 2 each": (4, ("--parallelism.tp=2",), 2),
     "PP 2 each": (4, ("--parallelism.pp=2", "--training.local_batch_size=4"), 4),
-    "float8, one rank each": (2, FLOAT8, 2),
 }
-# Of losses and weights where values are rounded; a last bit that differs becomes a step of float8's, 6 %.
-TOLERANCES = {"float8, one rank each": (1e-3, 5e-2)}
 
 
 def train_plainly(arguments: list[str]) -> dict[str, Any]:
@@ -47,8 +41,6 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
         loader = DataLoader(config, island, ISLANDS, pin_memory=False)
         model = Llama(find_model(config.model, loader.vocab_size)[1])
         init_weights(model, torch.device("cpu"), seed=config.run.seed)
-        if config.float8.enable:  # torchao's layers as they are: nothing gathered, no scale computed ahead
-            convert_to_float8(model, dataclasses.replace(config.float8, fsdp_all_gather="off"))
         groups = [
             {"params": [p for p in model.parameters() if p.ndim > 1]},
             {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -59,7 +51,6 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
     outer = torch.optim.SGD(common, lr=0.7, momentum=0.9, nesterov=True)
     losses = torch.zeros(training.steps)
     norms = torch.zeros(training.steps)
-    embedding = torch.zeros(training.steps)  # norms of its gradient
     for step in range(training.steps):
         for loader, model, optimizer in islands:
             batches = list(loader.next_step())
@@ -69,7 +60,6 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
                 loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum") / n_tokens
                 loss.backward()
                 losses[step] += loss.detach() / ISLANDS
-            embedding[step] += model.tok_embeddings.weight.grad.norm() / ISLANDS
             norms[step] += torch.nn.utils.clip_grad_norm_(model.parameters(), training.max_norm) / ISLANDS
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step + 1, training.steps, config.optimizer.lr, config.lr_scheduler)
@@ -91,8 +81,7 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
                     state.copy_(mean)
     for loader, _, _ in islands:
         loader.close()
-    figures = {"losses": losses.tolist(), "norms": norms.tolist(), "embedding": embedding.tolist()}
-    return {**figures, "weights": dict(model.named_parameters())}
+    return {"losses": losses.tolist(), "norms": norms.tolist(), "weights": dict(model.named_parameters())}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -100,24 +89,20 @@ def test_islands_equal_a_plain_loop(layout: str, small: tuple[str, ...], tmp_pat
     """After two meetings, of which the second also has the momentum of the first."""
     world_size, overrides, in_a_row = LAYOUTS[layout]
     words = [*small, f"--training.steps={2 * LOCAL_STEPS}"]
-    float8 = [word for word in overrides if "float8" in word]
-    plain = train_plainly([*words, *float8, f"--training.local_batch_size={in_a_row}"])
-    launch(world_size, tmp_path, [*words, *APART, *overrides, "--metrics.per_layer"])
-    loss_tolerance, weight_tolerance = TOLERANCES.get(layout, (1e-5, 1e-4))
-    torch.testing.assert_close(column(tmp_path, "loss"), plain["losses"], rtol=loss_tolerance, atol=0)
-    torch.testing.assert_close(column(tmp_path, "grad_norm"), plain["norms"], rtol=100 * loss_tolerance, atol=0)
-    embedding = column(tmp_path, "grad_norm/tok_embeddings")
-    torch.testing.assert_close(embedding, plain["embedding"], rtol=100 * loss_tolerance, atol=0)
+    plain = train_plainly([*words, f"--training.local_batch_size={in_a_row}"])
+    launch(world_size, tmp_path, [*words, *APART, *overrides])
+    torch.testing.assert_close(column(tmp_path, "loss"), plain["losses"], rtol=1e-5, atol=0)
+    torch.testing.assert_close(column(tmp_path, "grad_norm"), plain["norms"], rtol=1e-3, atol=0)
     saved = flat(final_weights(tmp_path, tmp_path)["model"])
     for name, expected in plain["weights"].items():
         error = (saved[f"/{name}"] - expected).norm() / expected.norm()
-        assert error < weight_tolerance, name
+        assert error < 1e-4, name
 
 
 def test_islands_are_resumed_with_the_same_bits_and_may_change_in_number(
     small: tuple[str, ...], tmp_path: Path
 ) -> None:
-    words, whole, cut, other = [*small, *APART], tmp_path / "whole", tmp_path / "cut", tmp_path / "other"
+    words, whole, cut = [*small, *APART], tmp_path / "whole", tmp_path / "cut"
     launch(2, whole, words)
     launch(2, cut, words, 7)  # between two meetings: the one before counts
     launch(2, cut, words)
@@ -125,12 +110,9 @@ def test_islands_are_resumed_with_the_same_bits_and_may_change_in_number(
     weights = flat(final_weights(whole, tmp_path))
     assert any(name.endswith("outer_momentum") and value.any() for name, value in weights.items())
     assert same(flat(final_weights(cut, tmp_path)), weights)
-
-    launch(2, other, words, 7)
-    launch(4, other, [*words, "--parallelism.dp_replicate=4"])
-    assert column(other, "tokens") == column(whole, "tokens")
-    assert column(other, "loss")[:5] == column(whole, "loss")[:5]
-    assert all(math.isfinite(loss) for loss in column(other, "loss"))
+    launch(4, cut, [*words, "--parallelism.dp_replicate=4", f"--training.steps={STEPS + 2}"])
+    assert all(math.isfinite(loss) for loss in column(cut, "loss"))
+    assert len(column(cut, "loss")) == STEPS + 2
 
 
 def test_a_stop_between_two_meetings_saves_one_model(small: tuple[str, ...], tmp_path: Path) -> None:

@@ -13,12 +13,10 @@ import pytest
 import torch
 
 import train as loop
-import trainer
 from checkpoint.manager import CheckpointManager
 from config import TitaniteError, load_config
 from data.loader import DataLoader
-from optim import clip_grad_norm_
-from run.watchdog import Watchdog
+from norms import Norms
 from storage import StoreError
 from tests.runs import (
     STEPS,
@@ -29,7 +27,6 @@ from tests.runs import (
     launch,
     read,
     rows,
-    run,
     saved_steps,
     validated,
 )
@@ -51,7 +48,7 @@ def train_by_a_clock(arguments: list[str]) -> None:
 
     with (
         mock.patch("time.perf_counter", side_effect=lambda: now[0]),
-        mock.patch.object(trainer, "clip_grad_norm_", taking(4, clip_grad_norm_)),
+        mock.patch.object(Norms, "clip", taking(4, Norms.clip)),
         mock.patch.object(DataLoader, "_batch", taking(0.25, DataLoader._batch)),
         mock.patch.object(CheckpointManager, "load", taking(100, CheckpointManager.load)),
         mock.patch.object(CheckpointManager, "save", taking(1000, CheckpointManager.save)),
@@ -132,36 +129,6 @@ def test_a_save_in_the_background_that_fails_ends_the_run_at_once(
     words = [*small, "--checkpoint.mode=async"]
     assert launch(1, tmp_path / "run", words, stop_after, function=train_without_room) == ["the place is away"]
     assert (how_it_ended(tmp_path / "run")["step"], saved_steps(tmp_path / "run")) == (last, [])
-
-
-# ---------------------------------------------------------------- where a rank says it is
-
-
-def train_and_tell(arguments: list[str], stop_after: int = 0) -> tuple[set[str], set[str]]:
-    """The sections that this rank has entered, and those in which it said that something moves."""
-    entered, moved, section, alive = set[str](), set[str](), Watchdog.section, Watchdog.alive
-
-    def enter(watchdog: Watchdog, name: str, *part: str) -> Any:
-        entered.add(name)
-        return section(watchdog, name, *part)
-
-    def move(watchdog: Watchdog) -> None:
-        moved.add(watchdog.current)
-        alive(watchdog)
-
-    with mock.patch.object(Watchdog, "section", enter), mock.patch.object(Watchdog, "alive", move):
-        run(arguments, stop_after)
-    return entered, moved
-
-
-def test_a_rank_says_where_it_is_and_what_moves(small: tuple[str, ...], tmp_path: Path) -> None:
-    words = [*small, "--validation.interval=3", "--validation.sample_tokens=2", "--validation.sample_prompt=ba"]
-    ((entered, moved),) = launch(1, tmp_path, words, 6, function=train_and_tell)
-    sections = {"load", "data", "forward/backward", "optimizer", "checkpoint", "validation", "sample", "start"}
-    assert sections <= entered
-    assert {"start", "checkpoint", "validation", "sample"} <= moved, "initial weights at the start"
-    ((_, moved),) = launch(1, tmp_path, words, function=train_and_tell)
-    assert "load" in moved
 
 
 # ---------------------------------------------------------------- the process, and its end

@@ -1,6 +1,5 @@
 """Muon: its update beside torch's, what it sends, resumes; groups of weights."""
 
-import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,35 +17,17 @@ from config import ConfigError, Optimizer, from_dict, load_config, to_toml
 from muon import GroupedOptimizer, orthogonalize
 from optim import build_groups, build_optimizer, set_learning_rate
 from tests.harness import run_ranks
-from tests.runs import column, final_weights, flat, launch, run, same
-
-
-def updates_by_muon(param_dtype: str) -> dict[str, torch.Tensor]:
-    """What one step, of the same gradients in float32, changes in matrices of the layers."""
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"layers": nn.Linear(24, 40, bias=False)})
-    weight = model["layers"].weight
-    before = weight.detach().clone()
-    weight.grad = torch.randn(40, 24)
-    optimizer = build_optimizer([model], Optimizer(name="muon", lr=0.1, weight_decay=0.0), param_dtype=param_dtype)
-    optimizer.step()
-    return {"layers": weight.detach() - before}
-
-
-def test_a_run_in_bfloat16_orthogonalizes_in_bfloat16() -> None:
-    low, exact = (updates_by_muon(dtype)["layers"] for dtype in ("bfloat16", "float32"))
-    assert 1e-3 < (low - exact).norm() / exact.norm() < 0.05
+from tests.runs import column, final_weights, flat, launch, run
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_in_bfloat16_it_is_torchs_muon(state_dtype: Any) -> None:
+def test_a_run_in_bfloat16_trains_by_torchs_muon(state_dtype: Any) -> None:
     """To the bit. A momentum in bfloat16 is rounded after the update has read it."""
     torch.manual_seed(0)
     ours, torchs = (nn.ModuleDict({"layers": nn.Linear(24, 40, bias=False)}) for _ in range(2))
     torchs.load_state_dict(ours.state_dict())
-    optimizer = build_optimizer([ours], Optimizer(name="muon", state_dtype=state_dtype, lr=0.1, beta2=0.9))
-    assert isinstance(optimizer, GroupedOptimizer)
-    optimizer.dtype = torch.bfloat16
+    settings = Optimizer(name="muon", state_dtype=state_dtype, lr=0.1, beta2=0.9)
+    optimizer = build_optimizer([ours], settings, param_dtype="bfloat16")
     reference = torch.optim.Muon(torchs.parameters(), weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for step in range(1, 4):
         set_learning_rate(optimizer, 0.1 / step)
@@ -59,24 +40,6 @@ def test_in_bfloat16_it_is_torchs_muon(state_dtype: Any) -> None:
             state["momentum_buffer"].copy_(state["momentum_buffer"].to(getattr(torch, state_dtype)))
     assert torch.equal(ours["layers"].weight, torchs["layers"].weight)
     assert optimizer.state[ours["layers"].weight]["momentum_buffer"].dtype == getattr(torch, state_dtype)
-
-
-def test_singular_values_come_near_1() -> None:
-    """Known singular vectors stay, and a matrix becomes in a batch what it becomes alone."""
-    generator = torch.Generator().manual_seed(0)
-    left = torch.linalg.qr(torch.randn(3, 90, 40, dtype=torch.float64, generator=generator)).Q
-    right = torch.linalg.qr(torch.randn(3, 40, 40, dtype=torch.float64, generator=generator)).Q
-    values = torch.logspace(math.log10(0.005), -1, 40, dtype=torch.float64)
-    values[-1] = (1 - values[:-1].square().sum()).sqrt()
-    matrices = (left * values @ right).float()
-    results = orthogonalize(matrices)
-    along = left.mT @ results.double() @ right.mT
-    found = along.diagonal(dim1=1, dim2=2)
-    assert found.min() > 0.68
-    assert found.max() < 1.21
-    torch.testing.assert_close(along, torch.diag_embed(found), rtol=0, atol=1e-4)
-    for matrix, result in zip(matrices, results, strict=True):
-        torch.testing.assert_close(orthogonalize(matrix[None])[0], result, rtol=0, atol=1e-5)
 
 
 def numbers_sent() -> tuple[int, int]:
@@ -125,20 +88,16 @@ def resume_without_a_step(arguments: list[str]) -> None:
         run(arguments)
 
 
-def test_a_run_is_resumed_with_the_same_bits_and_in_any_layout(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_is_resumed_in_another_layout(small: tuple[str, ...], tmp_path: Path) -> None:
     slower = '--optimizer.groups=[{pattern = "*.w[qk].weight", lr = 0.5}]'
     words = [*small, "--optimizer.name=muon", slower]
     launch(2, tmp_path / "whole", words)
-    launch(2, tmp_path / "other", words, 7)
     launch(2, tmp_path / "cut", words, 7)
-    launch(2, tmp_path / "cut", words, function=resume_without_a_step)
-    assert same(flat(final_weights(tmp_path / "cut", tmp_path)), flat(final_weights(tmp_path / "whole", tmp_path)))
     with pytest.raises(AssertionError, match=r"another optimizer; set optimizer\.name and groups as"):
-        launch(2, tmp_path / "other", small)
-    launch(2, tmp_path / "other", [*words, "--parallelism.tp=2", "--training.local_batch_size=4"])
-    torch.testing.assert_close(
-        column(tmp_path / "other", "loss"), column(tmp_path / "whole", "loss"), rtol=1e-5, atol=0
-    )
+        launch(2, tmp_path / "cut", small)
+    by_tp = [*words, "--parallelism.tp=2", "--training.local_batch_size=4"]
+    launch(2, tmp_path / "cut", by_tp, function=resume_without_a_step)
+    torch.testing.assert_close(column(tmp_path / "cut", "loss"), column(tmp_path / "whole", "loss"), rtol=1e-5, atol=0)
 
 
 def test_islands_train_with_muon(small: tuple[str, ...], tmp_path: Path) -> None:
@@ -177,13 +136,10 @@ def test_groups_are_chosen_by_the_first_pattern() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ('[{pattern = "layers.9.*"}]', "'layers.9.*' matches no weight"),
         ('[{pattern = "*"}, {pattern = "*norm*"}]', "matches no weight that an earlier pattern leaves"),
         ('[{kind = "muon"}]', "norm.weight is no matrix"),
         ('[{betas = [0.9]}]', r"betas of '\*': \[0.9\], but adamw has 2"),
         ('[{patern = "*"}]', "optimizer.groups.*patern"),
-        ('[{lr = -1}]', r"optimizer.groups.*-1.*>= 0"),
-        ('["*norm*"]', r"optimizer.groups.*norm.*table"),
     ],
 )  # fmt: skip
 def test_mistakes_in_groups_are_named(groups: str, message: str) -> None:

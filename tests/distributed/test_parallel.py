@@ -1,25 +1,29 @@
-"""What ranks send in a step, the ring's sums, the split loss, and counts of trained tokens."""
+"""What ranks send, keep and compute in a step: sums and norms of gradients, the ring, the split loss, recomputation."""
 
 import dataclasses
-from collections import defaultdict
+from collections import Counter, defaultdict
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from config import Config
-from layer_norms import layer_of
 from loss import IGNORED, count_trained
+from norms import Norms, layer_of
 from parallel.context import local_indices, ring_attention
+from parallel.fsdp import AllToAllReduceScatter
 from parallel.mesh import ParallelDims
 from parallel.tensor import vocab_parallel_cross_entropy
 from tests.harness import run_ranks
 from tests.parity import CPU, FLAVOR, config_for, losses_of, opened
-from tools.same import start_in_layout, steps_of, whole
+from tools.same import SEQ_LEN, SEQUENCES, VOCAB_SIZE, start_in_layout, steps_of, whole
 
 
 def count_calls(collective: str, config: Config, batches: int) -> int:
@@ -41,13 +45,6 @@ def test_ranks_sum_gradients_once_a_step(world_size: int, collective: str, confi
     one_batch, two_batches = (run_ranks(world_size, count_calls, collective, config, n) for n in (1, 2))
     assert min(one_batch) > 1
     assert max(two_batches) == max(one_batch)
-
-
-def test_norms_of_layers_take_one_collective() -> None:
-    config = config_for(1, 2)
-    without = dataclasses.replace(config, metrics=dataclasses.replace(config.metrics, per_layer=False))
-    counts = [run_ranks(2, count_calls, "all_reduce", each, 1)[0] for each in (config, without)]
-    assert counts[0] == counts[1] + 1
 
 
 def norms_of_layers(config: Config) -> list[tuple[float, float]]:
@@ -161,3 +158,106 @@ def trained_of_rank() -> list[int]:
 def test_trained_tokens_are_those_of_the_ranks_that_update_together() -> None:
     of_ranks = run_ranks(8, trained_of_rank)
     assert [list(found) for found in zip(*of_ranks, strict=True)] == list(TRAINED.values())
+
+
+def scattered() -> torch.Tensor:
+    own = torch.empty(1024, dtype=torch.bfloat16)
+    AllToAllReduceScatter()(
+        own, gradients_of(dist.get_rank()).flatten(), dist.distributed_c10d._get_default_group(), None
+    )
+    return own
+
+
+def gradients_of(rank: int) -> torch.Tensor:
+    return torch.randn(4, 1024, generator=torch.Generator().manual_seed(rank)).bfloat16()
+
+
+def test_the_own_reduce_scatter_rounds_a_sum_once() -> None:
+    sums = sum(gradients_of(rank).double() for rank in range(4))
+    assert isinstance(sums, torch.Tensor)
+    assert torch.equal(torch.stack(run_ranks(4, scattered)), sums.bfloat16())
+
+
+def norms_of_layouts(max_norm: float) -> list[tuple[float, float, float]]:
+    """(the norm, that in float64, that in float64 of the clipped gradients) of large gradients in several layouts."""
+    whole = 1e-3 * torch.randn(2049, 4096, generator=torch.Generator().manual_seed(0))  # uneven over the ranks
+    found = []
+    for sizes, placements in (
+        ({"dp_replicate": 1, "dp_shard": 4}, [Shard(0)]),
+        ({"dp_replicate": 2, "dp_shard": 2}, [Replicate(), Shard(0)]),
+        ({"dp_replicate": 1, "dp_shard": 2, "pp": 2}, [Shard(0)]),  # each stage of a pipeline has such a weight
+    ):
+        dims = ParallelDims(**sizes)
+        mesh = dims.build_mesh("cpu")
+        weight = nn.Parameter(distribute_tensor(whole, mesh.fsdp, placements, src_data_rank=None))
+        weight.grad = weight.detach().clone()
+        norms = Norms(["output"], [nn.ParameterDict({"output": weight})], mesh, dims, CPU)
+        norm = norms.clip(max_norm).item()
+        clipped = weight.grad.full_tensor().double().norm()
+        found.append((norm, whole.double().norm().item() * dims.pp**0.5, clipped.item() * dims.pp**0.5))
+    return found
+
+
+def test_the_gradient_norm_is_right_to_a_millionth_in_every_layout() -> None:
+    for found in run_ranks(4, norms_of_layouts, 0.25):
+        for norm, exact, clipped in found:
+            assert norm == pytest.approx(exact, rel=1e-6)
+            assert clipped == pytest.approx(0.25, rel=5e-6)  # torch divides by norm + 1e-6
+
+
+class CountOps(TorchDispatchMode):
+    """Counts what is really computed, recomputation included; and the most rows of anything as wide as logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self.widths: list[int] = []  # columns of each matmul's result
+        self.logits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.counts[func.overloadpacket.__name__] += 1
+        if func is torch.ops.aten.mm.default:
+            self.widths.append(result.shape[-1])
+        if isinstance(result, torch.Tensor) and result.ndim and result.shape[-1] == VOCAB_SIZE:
+            self.logits = max(self.logits, result.numel() // VOCAB_SIZE)
+        return result
+
+
+def most_logits(loss_chunks: int) -> int:
+    with CountOps() as ops:
+        losses_of(config_for(1, 1, loss_chunks=loss_chunks), 1)
+    return ops.logits
+
+
+def test_only_a_chunk_of_the_logits_exists_at_a_time() -> None:
+    assert run_ranks(1, most_logits, 1) == [SEQUENCES * SEQ_LEN]
+    assert run_ranks(1, most_logits, 4) == [SEQUENCES * SEQ_LEN // 4]
+
+
+def run_counted(mode: str) -> tuple[float, int, list[int], int]:
+    """Loss of one step, the bytes autograd keeps for backward, widths of matmuls, attention forwards computed."""
+    kept: dict[int, int] = {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with CountOps() as ops, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        (loss,) = losses_of(config_for(1, 1, mode=mode), 1)
+    attention = sum(n for name, n in ops.counts.items() if "attention" in name and "backward" not in name)
+    return loss, sum(kept.values()), ops.widths, attention
+
+
+def test_activation_checkpointing_keeps_less_recomputes_what_it_says_and_changes_nothing() -> None:
+    (none,), (selective,), (full,) = (run_ranks(1, run_counted, mode) for mode in ("none", "selective", "full"))
+    assert none[0] == selective[0] == full[0]
+    assert full[1] < 0.5 * none[1]
+    matmuls = 6 * FLAVOR.n_layers  # of the blocks' forward; w2, the seventh and last, no backward needs again
+    assert len(full[2]) - len(none[2]) == matmuls
+    assert len(selective[2]) - len(none[2]) == matmuls / 2
+    again = [64, 32, 112]  # wq, wv, w1; not wk, wo, w3
+    found = [again == selective[2][i : i + 3] for i in range(len(selective[2]))]
+    assert sum(found) == FLAVOR.n_layers
+    assert full[3] - none[3] == FLAVOR.n_layers
+    assert selective[3] == none[3], "selective keeps attention"

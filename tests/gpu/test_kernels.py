@@ -62,8 +62,7 @@ def test_casts(recipe: str, source: str) -> None:
 
 @pytest.mark.parametrize("recipe", ["own tensorwise", "own rowwise"])
 def test_a_layers_three_matmuls(recipe: str) -> None:
-    """Fast accumulation differs from exact sums by 57 dB for 4,096 products; a wrong scale by less than 20."""
-    check(recipe, DEVICE, 45.0)
+    check(recipe, DEVICE)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.layouts import HSDP, INTERLEAVED, Table, some
+from tests.layouts import HSDP, Table, some
 from tools.same import (
     BFLOAT16,
     COMPILED,
@@ -42,8 +42,9 @@ ON_A_GPU = Tolerance(1e-5, 2e-4, 0.02)
 IN_FLOAT8 = (*FLOAT8, *BFLOAT16)
 LAYOUTS = some(
     "one process", "loss in chunks", "recomputed", "DDP 2", "FSDP 2", "FSDP 2 on the host", "TP 2", "CP 2",
-    "CP 2, chunks", "PP 2", "PP 2, interleaved", "FSDP 2, chunks, compiled", "FSDP 2, own reduce-scatter, bfloat16",
-    "HSDP 2 x 2, selective", "FSDP 2 x TP 2", "FSDP 2 x TP 2, full, compiled", "FSDP 2 x PP 2, selective, compiled",
+    "CP 2, chunks", "PP 2", "FSDP 2, chunks, compiled", "FSDP 2, own reduce-scatter, bfloat16",
+    "HSDP 2 x 2, selective", "FSDP 2 x TP 2", "FSDP 2 x TP 2, full, compiled",
+    "FSDP 2 x PP 2, interleaved, bfloat16, compiled",
 ) | {
     "documents": Layout(1, LONG, LONG),
     "CP 2, documents, compiled": Layout(2, (*CP, *LONG, *COMPILED), LONG),
@@ -55,7 +56,6 @@ LAYOUTS = some(
     "FSDP 2, float8": Layout(2, IN_FLOAT8, IN_FLOAT8, ROUNDED),
     "TP 2, float8, compiled": Layout(2, (*TP, *IN_FLOAT8, *COMPILED), IN_FLOAT8, ROUNDED),
     "HSDP 2 x 2, float8": Layout(4, (*HSDP, *IN_FLOAT8), IN_FLOAT8, ROUNDED),
-    "FSDP 2 x PP 2, interleaved": Layout(4, INTERLEAVED),
 }  # fmt: skip
 TABLES = {
     "llama": Table(LAYOUTS),

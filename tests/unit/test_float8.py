@@ -1,6 +1,5 @@
 """Conversion to float8: which layers, real float8 arithmetic, and refusal where nothing can be converted."""
 
-import contextlib
 import dataclasses
 from collections.abc import Iterable
 from pathlib import Path
@@ -102,45 +101,32 @@ def test_one_line_suffices_for_every_config(file: Path) -> None:
         assert len(convert_to_float8(model, config.float8)[0]) >= narrow.get(config.model.flavor, 5)
 
 
-UNEVEN = "--training.local_batch_size=2 --training.seq_len=20"
-ODD = "--training.local_batch_size=2 --training.seq_len=264"
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (UNEVEN, "2 x 20 / 1 = 40 tokens must be a multiple of 16"),
-        (f"{UNEVEN} --float8.recipe=rowwise_with_gw_hp", ""),
-        (f"{ODD} --parallelism.cp=2", "= 264 tokens must be"),
+        ("--training.local_batch_size=2 --training.seq_len=20", "2 x 20 / 1 = 40 tokens must be a multiple of 16"),
+        ("--training.local_batch_size=2 --training.seq_len=264 --parallelism.cp=2", "= 264 tokens must be"),
         ("--parallelism.reshard_group_size=2", "no float8 weights from"),
         ("--float8.kernels=own --float8.recipe=rowwise_with_gw_hp", '"own": cannot be used with f'),
-        ("--float8.kernels=own --float8.emulate", '"own": cannot be used with float8.e'),
     ],
 )
 def test_contradictions_are_refused(words: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+    with pytest.raises(ConfigError, match=message):
         check_float8(load_config(["--float8.enable", *words.split()]))
 
 
-@pytest.mark.parametrize(
-    ("capability", "words", "message"),
-    [
-        ((8, 0), (), "a GPU has no float8 matmul"),
-        ((8, 0), ("--float8.emulate",), ""),
-        ((9, 0), (), ""),
-    ],
-)
-def test_a_gpu_that_cannot_is_refused(
-    capability: tuple[int, int], words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        check_float8(load_config(["--float8.enable", *words]))
+    config = load_config(["--float8.enable"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    check_float8(config)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ConfigError, match="a GPU has no float8 matmul"):
+        check_float8(config)
 
 
-def test_fast_accumulation_reaches_the_matmuls_of_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_forward_is_summed_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     real = torch._scaled_mm
 
@@ -150,9 +136,8 @@ def test_fast_accumulation_reaches_the_matmuls_of_the_gradients(monkeypatch: pyt
 
     monkeypatch.setattr(torch, "_scaled_mm", watch)
     for kernels in ("own", "compiler"):
-        for fast, expected in (("forward", [True, False, False]), ("all", [True, True, True])):
-            model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16))
-            options: dict[str, Any] = {"kernels": kernels, "fast_accumulation": fast}
-            convert_to_float8(model, Float8(enable=True, filter="all", fsdp_all_gather="off", **options))
-            model(torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-            assert asked[-3:] == expected, (kernels, fast)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16))
+        options: dict[str, Any] = {"kernels": kernels, "fsdp_all_gather": "off"}
+        convert_to_float8(model, Float8(enable=True, filter="all", **options))
+        model(torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+        assert asked[-3:] == [True, False, False], kernels

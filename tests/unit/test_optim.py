@@ -1,27 +1,23 @@
 """Optimizer, schedule, clipping and loss, each against a computation of its own."""
 
 import copy
-import dataclasses
+import re
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-import muon
-import optim
-from config import Checkpoint, Compile, Config, ConfigError, LRScheduler, Optimizer, Training, to_toml
+from config import Compile, Config, ConfigError, LRScheduler, Optimizer, Training
 from loss import IGNORED, build_chunked_loss, build_loss, cross_entropy
 from models.llama.model import Output
 from optim import (
     allocate_state,
     build_optimizer,
     check_optim,
-    clip_grad_norm_,
     learning_rate,
     set_learning_rate,
     summarize_groups,
@@ -30,7 +26,7 @@ from optim import (
 ONE_RANK = mock.Mock(cp=mock.Mock(size=lambda: 1))  # a mesh of it
 
 
-@pytest.mark.parametrize(("state_dtype", "compile"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+@pytest.mark.parametrize(("state_dtype", "compile"), [("float32", False), ("bfloat16", True)])
 def test_adamw_follows_its_formula_and_spares_norms_and_biases(state_dtype: Any, compile: bool) -> None:
     """In float64, by hand. Means in bfloat16 are rounded after each step, which itself takes them whole."""
     torch.manual_seed(0)
@@ -80,23 +76,13 @@ def test_a_short_trial_warms_up_and_decays_in_proportion(schedule: LRScheduler, 
     assert rates == pytest.approx(rising + falling)
 
 
-def test_only_a_new_run_may_shrink_its_schedule(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    trial, resumed = Config(training=Training(steps=10)), Config(training=Training(steps=15))
-    check_optim(trial, tmp_path)
-    (tmp_path / "config.toml").write_text(to_toml(trial))
-    check_optim(trial, tmp_path)  # as after a crash: the rates stay those of the first start
-    said = "lr_scheduler.warmup_steps = 20 and a decay of 2 steps do not fit in training.steps = 10"
-    assert caplog.messages == [f"{said}: in this run they are 9 and 1"] * 2
-    check_optim(resumed, tmp_path)  # a short trial may become a longer one
-    with pytest.raises(ConfigError, match="only a new run"):
-        check_optim(dataclasses.replace(trial, checkpoint=Checkpoint(branch_from="trunk")), tmp_path / "branch")
-    fits = Config(training=Training(steps=25))
-    check_optim(fits, tmp_path)
-    (tmp_path / "config.toml").write_text(to_toml(fits))
-    for config in (resumed, Config(training=Training(steps=25), lr_scheduler=LRScheduler(warmup_steps=24))):
-        with pytest.raises(ConfigError, match=r"warmup_steps = 2\d and .* training.steps = \d5, and only a new run"):
-            check_optim(config, tmp_path)
+def test_a_schedule_that_does_not_fit_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        check_optim(Config(training=Training(steps=10)))
+    assert re.search(r"= 20 and .* 2 steps do not fit in training.steps = 10: .* 9 and 1", caplog.text)
+    caplog.clear()
+    check_optim(Config(training=Training(steps=25)))
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("decay", get_args(get_type_hints(LRScheduler)["decay"]))
@@ -118,27 +104,6 @@ def test_cosine_schedule_is_torchs_after_the_warmup() -> None:
         assert learning_rate(step, 100, 2.0, schedule) == pytest.approx(reference.get_last_lr()[0], abs=1e-12)
         optimizer.step()
         reference.step()
-
-
-@pytest.mark.parametrize("max_norm", [0.5, 1e9, 0.0])
-def test_clipping(max_norm: float) -> None:
-    torch.manual_seed(0)
-    parameters = [nn.Parameter(torch.randn(shape)) for shape in ((5, 3), (7,), (2,))]  # the last one has no gradient
-    grads = [torch.randn_like(parameter) for parameter in parameters[:2]]
-    for parameter, grad in zip(parameters, grads, strict=False):
-        parameter.grad = grad.clone()
-    norm = torch.cat([grad.flatten() for grad in grads]).norm().item()
-    assert clip_grad_norm_(parameters, max_norm).item() == pytest.approx(norm)
-    scale = min(1.0, max_norm / norm) if max_norm else 1.0
-    for parameter, grad in zip(parameters, grads, strict=False):
-        torch.testing.assert_close(parameter.grad, grad * scale)
-
-
-@pytest.mark.parametrize("shape", [(2**22, 1), (2**22 + 1000,)])
-def test_the_norm_of_many_numbers_is_right_to_a_millionth(shape: tuple[int, ...]) -> None:
-    parameter = nn.Parameter(torch.zeros(shape))
-    parameter.grad = 1 + torch.randn(shape, generator=torch.Generator().manual_seed(0)).abs()
-    assert clip_grad_norm_([parameter], 0.0).item() == pytest.approx(parameter.grad.double().norm().item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -179,60 +144,13 @@ def test_the_chunked_loss_sums_and_scales_in_float32(compile: bool) -> None:
         assert torch.equal(gradients[1], expected_weight * factor)
 
 
-def test_the_state_of_an_optimizer_of_a_fork_is_made_by_itself_or_by_a_step_that_changes_nothing() -> None:
-    class Own(torch.optim.SGD):
-        def allocate_state(self) -> None:
-            self.state[weight]["own"] = torch.zeros(3)
-
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            raise AssertionError("a load takes no step")
-
+def test_the_state_of_an_optimizer_of_a_fork_is_made_by_a_step_that_changes_nothing() -> None:
     weight = nn.Parameter(torch.ones(3))
-    stepping, own = torch.optim.SGD([weight], lr=0.1, momentum=0.9), Own([weight], lr=0.1)
-    allocate_state(stepping)
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    allocate_state(optimizer)
     assert torch.equal(weight, torch.ones(3))
-    assert stepping.param_groups[0]["lr"] == 0.1
-    assert torch.equal(stepping.state[weight]["momentum_buffer"], torch.zeros(3))
-    allocate_state(own)
-    assert list(own.state[weight]) == ["own"]
-
-
-def test_an_edited_adamw_is_what_trains(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Also in float32, where torch's fused kernel computes AdamW as long as that is what is asked for."""
-    plain = muon._adamw_update
-
-    def signed(parameter: Tensor, grad: Tensor, *others: Any) -> None:
-        plain(parameter, grad.sign(), *others)
-
-    model = nn.Linear(4, 4, bias=False)
-    assert build_optimizer([model], Optimizer()).fuses
-    monkeypatch.setattr(muon, "_adamw_update", signed)
-    with caplog.at_level("INFO"):
-        optimizer = build_optimizer([model], Optimizer(lr=0.1, weight_decay=0.0, eps=1e-12))
-    assert "_adamw_update was edited" in caplog.text
-    before = model.weight.detach().clone()
-    for scale in (1.0, 1e-4):  # of gradients, whose signs alone count
-        model.weight.grad = scale * torch.arange(-8.0, 8.0).view(4, 4)
-        optimizer.step()
-    steps = torch.full((16,), -0.1).index_fill(0, torch.tensor([8]), 0.0)
-    steps[:8] = 0.1
-    torch.testing.assert_close(model.weight.detach(), before + 2 * steps.view(4, 4))
-
-
-def test_what_a_fork_gives_each_weight_makes_groups_and_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = optim._group_fields
-
-    def deeper(name: str, *others: Any) -> dict[str, Any]:
-        fields = plain(name, *others)
-        layer = int(name.split(".")[1])
-        return fields | {"lr": fields["lr"] * 0.5**layer, "betas": (0.9, 0.9 + 0.01 * layer)}
-
-    monkeypatch.setattr(optim, "_group_fields", deeper)
-    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))})
-    optimizer = build_optimizer([model], Optimizer(lr=0.2))
-    set_learning_rate(optimizer, 0.1)
-    found = [(group["lr"], group["betas"][1]) for group in optimizer.param_groups]
-    assert found == [pytest.approx(pair) for pair in ((0.1, 0.9), (0.05, 0.91), (0.025, 0.92))]
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert torch.equal(optimizer.state[weight]["momentum_buffer"], torch.zeros(3))
 
 
 def test_a_name_without_code_of_its_own_is_refused() -> None:

@@ -1,6 +1,7 @@
-"""Float8 under FSDP2 on gloo: bytes gathered, scales by one all-reduce, the same bits with and without, every mesh."""
+"""Float8 among ranks: bytes gathered, scales, torchao's own bits, whole runs. Layouts: test_layouts."""
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from parallel.mesh import ParallelDims
 from tests import parity
 from tests.harness import run_ranks
 from tests.parity import losses_of
+from tests.runs import column, launch
 
 LAYERS = 2
 
@@ -46,85 +48,61 @@ class Traffic(TorchDispatchMode):
         return result
 
 
-def config_for(mesh: tuple[int, int], compile: str = "", mode: str = "none", **float8: Any) -> Config:
-    settings = Float8(**{"enable": True, "filter": "all", **float8})
-    return parity.config_for(*mesh, compile, mode, param_dtype="bfloat16", float8=settings)
+def config_for(shards: int, float8: dict[str, Any] | None = None, tp: int = 1) -> Config:
+    settings = Float8(**{"enable": True, "filter": "all", **(float8 or {})})
+    return parity.config_for(1, shards, param_dtype="bfloat16", float8=settings, tp=tp)
 
 
-def losses(config: Config, steps: int = 4, accumulation: int = 1) -> list[float]:
-    return losses_of(config, steps, accumulation, hidden_dim=128, n_layers=LAYERS)
+BFLOAT16 = {"enable": False}
 
 
-def traffic(config: Config) -> tuple[list[int], int]:
-    """Of a step: the bytes of every all-gather, and the all-reduces of maxima."""
+def losses(config: Config, steps: int) -> list[float]:
+    return losses_of(config, steps, hidden_dim=128, n_layers=LAYERS)
+
+
+def traffic(config: Config) -> tuple[list[int], list[int], int]:
+    """Of a step: the bytes of every all-gather by FSDP2 and by tp, and the all-reduces of maxima."""
     with Traffic() as counted:
         losses(config, 1)
-    return counted.gathered_bytes, counted.max_reductions
+    return counted.gathered_bytes, counted.gathered_activations, counted.max_reductions
 
 
-def test_half_the_bytes_and_one_all_reduce_for_all_scales() -> None:
-    bf16 = run_ranks(2, traffic, config_for((1, 2), enable=False))
-    float8 = run_ranks(2, traffic, config_for((1, 2)))
-    apart = run_ranks(2, traffic, config_for((1, 2), precompute_scale="off"))
-    for (before, _), (after, _) in zip(bf16, float8, strict=True):
+def test_fsdp_gathers_half_the_bytes_and_reduces_all_maxima_at_once() -> None:
+    bf16 = run_ranks(2, traffic, config_for(2, BFLOAT16))
+    float8 = run_ranks(2, traffic, config_for(2))
+    for (before, _, _), (after, _, _) in zip(bf16, float8, strict=True):
         assert len(before) == len(after)
         # In order: embedding, blocks, norm and output; the blocks once more for backward.
         ((block_bytes, count),) = Counter(before).most_common(1)
         assert count == 2 * LAYERS
         for i, nbytes in enumerate(before):
             assert after[i] <= 0.505 * nbytes if nbytes == block_bytes else after[i] == nbytes
-    assert {reductions for _, reductions in float8} == {2}  # at the start and after the step
-    assert {reductions for _, reductions in apart} == {2 * LAYERS * 7}  # each weight, whenever it is gathered
+    assert {reductions for *_, reductions in float8} == {2}  # at the start and after the step
 
 
-def test_the_same_bits_with_and_without_precomputed_scales() -> None:
-    ahead = run_ranks(4, losses, config_for((2, 2)))
-    assert ahead == run_ranks(4, losses, config_for((2, 2), precompute_scale="off"))
+def test_tp_gathers_half_the_bytes_in_each_block() -> None:
+    before, after = (run_ranks(2, traffic, config_for(1, how, tp=2))[0][1] for how in (BFLOAT16, {}))
+    assert len(before) == len(after)
+    halved = [i for i in range(len(before)) if after[i] <= 0.505 * before[i]]
+    # Per block: the inputs of attention and feed-forward, and in backward the gradients of their outputs.
+    assert len(halved) == 4 * LAYERS
+    assert all(after[i] == before[i] for i in range(len(before)) if i not in halved)
 
 
 def test_rows_that_three_ranks_cannot_share_evenly() -> None:
     """Gathered in float8, these weights would let the rank that has fewer rows run other collectives than the rest."""
-    chosen = run_ranks(3, losses, config_for((1, 3)), 2)
-    assert chosen == run_ranks(3, losses, config_for((1, 3), fsdp_all_gather="off"), 2)
-
-
-CASES: dict[str, tuple[Config, int]] = {
-    "DDP 2": (config_for((2, 1)), 2),
-    "FSDP 2, full, compiled": (config_for((1, 2), mode="full", compile="aot_eager"), 2),
-    "HSDP 2 x 2, selective": (config_for((2, 2), mode="selective"), 1),
-    "FSDP 2, output too": (config_for((1, 2), skip=()), 1),
-    "FSDP 2, emulated": (config_for((1, 2), emulate=True), 1),
-    "FSDP 2, own kernels, selective": (config_for((1, 2), kernels="own", mode="selective"), 1),
-    "FSDP 2, own kernels, rowwise, full, compiled": (
-        config_for((1, 2), kernels="own", recipe="rowwise", mode="full", compile="aot_eager"),
-        2,
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def bf16() -> list[float]:
-    return run_ranks(1, losses, config_for((1, 1), enable=False))[0]
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_trains_as_bf16_does(name: str, bf16: list[float]) -> None:
-    config, accumulation = CASES[name]
-    world_size = config.parallelism.dp_replicate * config.parallelism.dp_shard
-    first, *others = run_ranks(world_size, losses, config, 4, accumulation)
-    assert first == pytest.approx(bf16, rel=5e-4)
-    assert first != bf16, "nothing was rounded"
-    assert all(other == first for other in others)
+    chosen = run_ranks(3, losses, config_for(3), 2)
+    assert chosen == run_ranks(3, losses, config_for(3, {"fsdp_all_gather": "off"}), 2)
 
 
 def bits_beside_torchao(
-    ranks: int, recipe: str, gradient_scale: float, shrink: float, kernels: str = "compiler"
+    ranks: int, recipe: str, gradient_scale: float, shrink: float = 1.0, kernels: str = "compiler"
 ) -> list[bool]:
     """Whether y, dx, dw of our layer have the bits of torchao's own module, alone with the whole weight.
 
     Ours is under FSDP2, or on a rank alone. Its weight is multiplied by `shrink` after its scale was computed.
     """
-    config = config_for((1, ranks), recipe=recipe, kernels=kernels)
+    config = config_for(ranks, {"recipe": recipe, "kernels": kernels})
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(96, 64, generator=generator) * 0.02
     x = torch.randn(32, 64, generator=generator).bfloat16()
@@ -158,15 +136,44 @@ def bits_beside_torchao(
     return [torch.equal(*pair) for pair in pairs]
 
 
-@pytest.mark.parametrize("gradient_scale", [1.0, 1e-4, 1e-9])
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "own tensorwise", "own rowwise"])
-def test_the_bits_of_torchaos_own_module(recipe: str, gradient_scale: float) -> None:
-    kernels = "own" if recipe.startswith("own ") else "compiler"
-    for ranks in (1, 2):
-        same = run_ranks(ranks, bits_beside_torchao, ranks, recipe.removeprefix("own "), gradient_scale, 1.0, kernels)
-        assert same == [[True] * 3] * ranks
+def all_bits_beside_torchao(ranks: int) -> dict[tuple[str, float], list[bool]]:
+    found = {}
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "own tensorwise", "own rowwise"):
+        name = recipe.removeprefix("own ")
+        kernels = "own" if recipe != name else "compiler"
+        for scale in (1.0, 1e-4, 1e-9):
+            found[recipe, scale] = bits_beside_torchao(ranks, name, scale, kernels=kernels)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_bits_of_torchaos_own_module(ranks: int) -> None:
+    for found in run_ranks(ranks, all_bits_beside_torchao, ranks):
+        assert {case: same for case, same in found.items() if not all(same)} == {}
 
 
 def test_a_stale_scale_is_caught_by_its_bits() -> None:
     for same in run_ranks(2, bits_beside_torchao, 2, "tensorwise", 1.0, 0.9):
         assert same == [False, False, True]  # the weight's gradient does not involve the weight
+
+
+BF16 = ("--training.steps=4", "--training.param_dtype=bfloat16", "--checkpoint.interval=1", "--validation.enable=false")
+FLOAT8 = (*BF16, "--float8.enable", "--float8.filter=all")
+
+
+def test_a_run_is_resumed_bit_for_bit_and_goes_to_bfloat16_and_back(
+    small: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the scales of the weights that were loaded, computed ahead."""
+    launch(2, tmp_path / "straight", [*small, *FLOAT8])
+    straight = column(tmp_path / "straight", "loss")
+    launch(2, tmp_path / "cut", [*small, *FLOAT8], 2)
+    launch(2, tmp_path / "cut", [*small, *FLOAT8])
+    assert column(tmp_path / "cut", "loss") == straight
+    for words, stop_after in ((BF16, 1), (FLOAT8, 2), (BF16, 3), (FLOAT8, 0)):
+        capfd.readouterr()
+        launch(2, tmp_path / "mixed", [*small, *words], stop_after)
+        assert ("float8: 14 linear layers" in capfd.readouterr().err) == (words == FLOAT8)
+    mixed = column(tmp_path / "mixed", "loss")
+    assert mixed == pytest.approx(straight, rel=2e-3)
+    assert all(mixed[step] != straight[step] for step in range(4))
