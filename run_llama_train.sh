@@ -78,7 +78,7 @@ if lacks_data; then
     flock 9 2>/dev/null || true  # of two first starts at once one prepares, and the other waits for it
     # Files cut to the length of a few samples: a batch of this small run then holds many of them, not part of one.
     [ -e datasets/stdlib/manifest.json ] ||
-      $python -m data.prepare --source stdlib --max-characters 4000 --output datasets/stdlib
+      $python -m data.prepare --source stdlib --max-characters --output datasets/stdlib
   ) 9>>datasets/.lock
 fi
 

@@ -37,7 +37,7 @@ def prepare_once(dataset: Path, source: str = "stdlib") -> None:
     It runs the command, since workers import again what the process that starts them has imported, here torch.
     """
     if not (dataset / "manifest.json").exists():
-        words = [f"--source={source}", "--max-characters=4000", f"--output={dataset}"]
+        words = [f"--source={source}", "--max-characters", f"--output={dataset}"]
         subprocess.run([sys.executable, "-m", "data.prepare", *words], check=True)
 
 

@@ -32,7 +32,6 @@ PROBE = "A b\n\tc0x1F: naïve 日本 🙂."  # a text whose bytes are counted
 LEARNT_WORD_BYTES = 2000  # longer words are cut, only while a tokenizer is trained
 # Parts of a tokenizer.json that decide the ids of a text, beside the post-processor.
 PARTS = ("normalizer", "pre_tokenizer", "model", "added_tokens")
-GENERIC = ("", "PreTrainedTokenizerFast", "TokenizersBackend")  # classes that take tokenizer.json as it is
 # In transformers' order. A tokenizer may name others.
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")  # a byte that no other token holds
@@ -61,7 +60,8 @@ class Tokenizer:
         named = eos_token.encode() + b"\0" + raw.to_str().encode()
         self.fingerprint: str = hashlib.sha256(named).hexdigest()[:16]
         if getattr(raw.model, "dropout", None):
-            raw.model.dropout = None  # otherwise a text has other ids each time
+            log.warning(f"{name}: its dropout is switched off: otherwise a text has other ids each time")
+            raw.model.dropout = None
         _add_declared(raw, declared)
         eos_id = raw.token_to_id(eos_token)
         if eos_id is None:
@@ -152,10 +152,7 @@ def load_tokenizer(path: str | Path, eos_token: str = "") -> Tokenizer:
     with file_errors():
         file = Path(path) / TOKENIZER if Path(path).is_dir() else Path(path)
         files = read_files(file.parent) | {TOKENIZER: file.read_bytes()}
-    tokenizer = parse_tokenizer(files, str(file.parent), eos_token)
-    if json.loads(files[TOKENIZER])["model"].get("dropout"):
-        log.warning(f"{file}: its dropout is switched off: otherwise a text has other ids each time")
-    return tokenizer
+    return parse_tokenizer(files, str(file.parent), eos_token)
 
 
 def read_files(folder: Path, names: Iterable[str] = FILES) -> dict[str, bytes]:
@@ -172,22 +169,20 @@ def read_files(folder: Path, names: Iterable[str] = FILES) -> dict[str, bytes]:
 def _settle(folder: Path, files: Mapping[str, bytes]) -> dict[str, bytes]:
     """SETTLED, if AutoTokenizer of a model's folder has other ids or special tokens than its tokenizer.json.
 
-    It believes the class in tokenizer_config.json for some models and not for others (transformers 5). Without
-    transformers, tokenizer.json counts if the class is generic or the model's own. Raises TitaniteError otherwise.
+    It believes the class in tokenizer_config.json for some models and not for others (transformers 5). Raises
+    TitaniteError without transformers.
     """
-    name = f"{folder}/{MODEL_CONFIG}"
-    model_type = str(json_object((folder / MODEL_CONFIG).read_bytes(), name).get("model_type", ""))
-    declared = _declared_fields(files, str(folder))
-    own_class = str(declared.get("tokenizer_class") or "")
     try:
         from transformers import AutoTokenizer, logging
     except ImportError:
-        family = re.sub(r"Tokenizer|Fast|[^A-Za-z]", "", own_class).lower()
-        if own_class in GENERIC or family == re.sub("[^a-z]", "", model_type):
-            return {}
-        which = f"{folder}: whether a {model_type} splits text as its tokenizer.json or as a {own_class}"
-        raise TitaniteError(f"{which} is known to transformers: pip install -r requirements-tuning.txt") from None
+        advice = (
+            "pip install -r requirements-tuning.txt, or copy the tokenizer's files elsewhere, where they count alone"
+        )
+        raise TitaniteError(
+            f"{folder}: how this model's tokenizer splits text is known to transformers: {advice}"
+        ) from None
     logging.set_verbosity_error()
+    declared = _declared_fields(files, str(folder))
     try:
         theirs = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         backend = theirs.backend_tokenizer
@@ -254,10 +249,16 @@ def _declared_fields(files: Mapping[str, bytes], folder: str) -> dict[str, Any]:
 
 
 def _template_of(declared: Any) -> str:
-    """The chat template in a tokenizer_config.json, which may hold several: the default one is for conversations."""
-    if isinstance(declared, list):
-        return {entry["name"]: entry["template"] for entry in declared}.get("default", "")
-    return declared or ""
+    """The chat template in a tokenizer_config.json. Of several named ones, one that chooses as transformers does."""
+    if not isinstance(declared, list):
+        return declared or ""
+    # At its end a template's line end is no text.
+    named = {entry["name"]: entry["template"].removesuffix("\n") for entry in declared}
+    default = named.get("default", "")
+    if "tool_use" not in named:
+        return default
+    # Jinja would trim the spaces beside a tag, but keeps those beside an empty text.
+    return f"{{% if tools %}}{{{{ '' }}}}{named['tool_use']}{{{{ '' }}}}{{% else %}}{{{{ '' }}}}{default}{{% endif %}}"
 
 
 def _add_declared(raw: RawTokenizer, declared: Mapping[str, Any]) -> None:

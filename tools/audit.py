@@ -53,7 +53,8 @@ def open_datasets(run: Path, steps: Sequence[Step]) -> tuple[list[Dataset], dict
     urls: dict[str, str] = {}
     for step in steps:
         urls |= step.start.urls
-    order, readers = steps[0].start.began, ThreadPoolExecutor(8)  # not the config's: a refused start may have left it
+    order = steps[0].start.began  # not the config's, which a refused start may have left
+    readers = ThreadPoolExecutor(8)
     found = []
     streams = {}
     for name, url in urls.items():
@@ -161,12 +162,9 @@ def prove(run: Path) -> list[str]:
     if len(steps) < reached:
         ledger = f"but rank 0's ledger ends with step {len(steps):,}"
         raise TitaniteError(f"{run}: step {reached:,} was trained, as exit.json says, {ledger}")
-    is_cut = len(steps) > reached and None in _recorded(ranks, steps[-1])
+    is_cut = len(steps) > max(reached, 1) and None in _recorded(ranks, steps[-1])
     if is_cut:  # killed before all ranks began it
-        cut = steps.pop()
-        if not steps:
-            dp_size = cut.start.shape.dp_size
-            raise TitaniteError(f"{run}: no step is recorded on all of its {dp_size} data-parallel ranks")
+        steps.pop()
     datasets, streams = open_datasets(run, steps)
     rebuilt = 0
     for number, step in enumerate(tqdm(steps, desc="prove", unit=" steps"), start=1):

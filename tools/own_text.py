@@ -40,7 +40,8 @@ def prepare_own_text(sources: Sequence[str]) -> list[str]:
             prepare(_pieces(files), folder, validation_fraction=share)
         splits = open_dataset(folder).splits
         if splits["validation"].total_tokens > splits["train"].total_tokens:  # by chance: little text, or equal pieces
-            prepare(_pieces(files), folder, validation_fraction=0, overwrite=True)
+            Path(folder, "manifest.json").unlink()  # otherwise nothing would replace it
+            prepare(_pieces(files), folder, validation_fraction=0)
         held_out = open_dataset(folder).splits["validation"].total_tokens
         print(f"{folder}: documents are pieces of up to {PIECE_CHARACTERS:,} characters, so that a batch has many")
         if held_out < FEW_TOKENS:

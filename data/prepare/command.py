@@ -5,7 +5,7 @@ import logging
 import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,113 +19,74 @@ from data.prepare.options import (
     VOCAB_SIZE,
     Options,
     check_files,
+    check_is_new,
     check_options,
-    check_replaced,
     parse_options,
 )
-from data.prepare.output import BAD_RECORDS, MANIFEST, Output
+from data.prepare.output import BAD_RECORDS, Output
 from data.prepare.passes import Preparation, run_passes, tokenised
 from data.prepare.readers import UNIT_BYTES, Tally, Unit, documents, plan_units
 from data.prepare.sources import File, kind_of, list_files
 from data.prepare.tuning import use_template
-from data.shards import VERSION, DataError, digest
+from data.shards import SPLITS, VERSION, DataError, digest
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from storage.records import written_whole
 
 TOKENIZER_SAMPLE_BYTES = 64 * 2**20  # text to train a tokenizer on
 TEXTS = ".texts.jsonl"  # file in which `prepare` keeps texts, as every pass reads them again
-# Count in the manifest → line that tells it.
+# Number in the manifest → what it counts.
 TOLD = {
-    "bad_records": f"bad records left out, listed in {BAD_RECORDS}: {{bad_records:,}}",
-    "dropped": "examples longer than {packed_seq_len} tokens, left out: {dropped:,}",
-    "truncated": "examples cut to {packed_seq_len} tokens: {truncated:,}",
-    "conversations": "conversations or pairs {conversations:,}, "
-    "examples {examples:,}, trained tokens {trained_tokens:,}",
-    "vocab_size": "vocabulary {vocab_size}, token {eos_id} ends a document",
+    "vocab_size": "vocabulary",
+    "eos_id": "id that ends a document",
+    "bad_records": f"bad records left out, listed in {BAD_RECORDS}",
+    "conversations": "conversations or pairs",
+    "dropped": "of those longer than --seq-len, left out",
+    "truncated": "cut to --seq-len",
+    "trained_tokens": "trained tokens",
 }
-# Split → what to do if it is empty.
-EMPTY = {
-    "train": "everything is held out: lower --validation-fraction, or name it in validation.datasets only",
-    "validation": "nothing is held out: raise --validation-fraction to validate",
-}
-
 log = logging.getLogger(__name__)
 
 
 def prepare(texts: Iterable[str | Mapping[str, Any]], output: str, **options: Any) -> dict[str, Any]:
     """Prepare texts, or records that hold a format's keys, and return the manifest. Raises DataError, TitaniteError.
 
-    The options are the command's: `seq_len=4096` is --seq-len=4096, `overwrite=True` is --overwrite.
+    The options are the command's: `seq_len=4096` is --seq-len=4096.
     """
-    unknown = options.keys() - Options.__dataclass_fields__.keys()
-    if unknown:
-        raise DataError(
-            f"{', '.join(sorted(unknown))}: no options; there are {', '.join(Options.__dataclass_fields__)}"
-        )
     if "://" in output:
         raise DataError(f"output = {output}: texts are kept in the output folder meanwhile, so it must be a folder")
     key = str(options.get("keys") or "text")
-    with _kept(texts, key, Path(output)) as file:
-        return prepare_sources(Options(source=(str(file),), output=output, **options))
-
-
-@contextmanager
-def _kept(texts: Iterable[str | Mapping[str, Any]], key: str, folder: Path) -> Iterator[Path]:
-    """A file in `folder` with the texts as JSON lines. Removes it at the end."""
-    file = folder.absolute() / TEXTS
-    with Output(str(folder)).locked(), written_whole(file) as lines:
+    kept = Path(output).absolute() / TEXTS
+    with Output(output).locked(), written_whole(kept) as lines:
         for text in texts:
             record = {key: text} if isinstance(text, str) else dict(text)
             lines.write(json.dumps(record).encode() + b"\n")
     try:
-        yield file
+        return prepare_sources(Options(source=(str(kept),), output=output, **options))
     finally:
-        file.unlink()
+        kept.unlink()
 
 
 def prepare_sources(options: Options) -> dict[str, Any]:
     """Prepare a dataset and return its manifest. Raises DataError, TitaniteError."""
     check_options(options)
     output = Output(options.output if "://" in options.output else os.path.abspath(options.output))
-    _finish_replacement(output)
-    check_replaced(options)
+    check_is_new(output)
     with workers.connected(options.cluster) as client:
-        files = list_files(options.source, output.url)
+        files = list_files(options.source)
         check_files(options, files)
         units = plan_units(files, whole=options.format == "tokens")
         tokenizer = choose_tokenizer(options, units)
-        target = output
-        if output.is_finished():
-            target = Output(f"{output.url}/{writer.NEW}")
-        preparation = plan(options, target, files, units, tokenizer)
+        preparation = plan(options, output, files, units, tokenizer)
         _check_usable(preparation, tokenizer, units)
         with output.locked():
-            if target.folder is not None:
-                target.folder.mkdir(exist_ok=True)
-            workers.check_output(target, client)
-            manifest = run_passes(preparation, tokenizer, units, client)
-            if target != output:
-                writer.replace_dataset(Path(output.url))
-        return manifest
-
-
-def _finish_replacement(output: Output) -> None:
-    """Do the rest if a kill came while a finished dataset was replaced by another."""
-    folder = output.folder
-    if folder is not None and (folder / writer.NEW / MANIFEST).exists():
-        with output.locked():
-            writer.replace_dataset(folder)
+            return run_passes(preparation, tokenizer, units, client)
 
 
 def choose_tokenizer(options: Options, units: Sequence[Unit]) -> Tokenizer:
     """The tokenizer that is given, or one trained on a sample of the text. Raises TitaniteError."""
     if options.tokenizer:
         return load_tokenizer(options.tokenizer, options.eos_token)
-    tokenizer = train_tokenizer(_sample_texts(options, units), options.vocab_size or VOCAB_SIZE)
-    if tokenizer.vocab_size < options.vocab_size:
-        learnt = f"the text has no more than {tokenizer.vocab_size} tokens to learn"
-        log.warning(f"--vocab-size {options.vocab_size}: {learnt}")
-    return tokenizer
+    return train_tokenizer(_sample_texts(options, units), options.vocab_size or VOCAB_SIZE)
 
 
 def _sample_texts(options: Options, units: Sequence[Unit]) -> Iterator[str]:
@@ -151,9 +112,10 @@ def plan(
         if options.chat_template:
             with file_errors():
                 template = Path(options.chat_template).read_text(encoding="utf-8")
-        facts, warnings = use_template(tokenizer, template)
-        for warning in warnings:
-            log.warning(warning)
+        use_template(tokenizer, template)
+        if "strftime_now" in tokenizer.chat_template:
+            facts["day"] = date.today().isoformat()  # as transformers tells it
+            log.warning(f"the chat template is told the day, {facts['day']}; set it in the file to keep the bytes")
     if options.format in TUNING:
         load_transformers(tokenizer)  # what is missing is missing for every example
         facts |= {"dtype": "uint32", "packed_seq_len": options.seq_len, "kind": options.format}
@@ -163,16 +125,14 @@ def plan(
     if options.format != "tokens":
         token_bytes = token_bytes / 4 * np.dtype(dtype).itemsize  # a token is about four bytes of text
     shards = token_bytes / (options.shard_mb * 2**20)
-    made_by = {name: digest(content) for name, content in tokenizer.files().items()}
     return Preparation(
         options=options,
         url=output.url,
-        input=digest(json.dumps([VERSION, units, made_by]).encode()),
+        input=digest(json.dumps([VERSION, units, writer.file_digests(tokenizer)]).encode()),
         facts=facts,
         dtype=dtype,
         train_buckets=max(1, round(shards * (1 - options.validation_fraction))),
         validation_buckets=max(1, round(shards * options.validation_fraction)),
-        tasks=len(units),
     )
 
 
@@ -199,20 +159,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_options(argv)
     with command_line():
         manifest = prepare_sources(options)
-        for name, line in TOLD.items():
-            if manifest.get(name):
-                print(line.format_map(manifest))
-        for split, hint in EMPTY.items():
+        for name, what in TOLD.items():
+            if name in manifest:
+                print(f"{what}: {manifest[name]:,}")
+        for split in SPLITS:
             shards = [shard for shard in manifest["shards"] if shard["split"] == split]
             documents = sum(shard["documents"] for shard in shards)
             tokens = sum(shard["tokens"] for shard in shards)
             print(f"{split}: documents {documents:,}, tokens {tokens:,}, files {len(shards)}")
-            if not shards:
-                print(hint)
         print(f"ready: {options.output}")
         print(f"train on it: {shlex.join(_train_command(options))}")
-        if options.format in TUNING:
-            print("from weights: with --checkpoint.initial_load, the checkpoint that tools.hf import makes")
 
 
 def _train_command(options: Options) -> list[str]:

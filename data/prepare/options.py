@@ -6,12 +6,14 @@ import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
-from config import LOCAL_OR_S3, close_match, is_form
+import msgspec
+from msgspec import Meta
+
+from config import Count, FolderOrS3, close_match, kind_name
 from data.prepare.output import Output
 from data.prepare.sources import File, has_keys
-from data.prepare.tokens import DTYPES
 from data.prepare.writer import LARGEST_SHARD_MB
 from data.shards import DataError
 
@@ -26,12 +28,13 @@ ONLY_FOR = {
     "separator": ("text",),
     "max_characters": ("text",),
     "dtype": ("tokens",),
-    "packed": ("tokens",),
     "seq_len": TUNING,
     "truncate": TUNING,
     "chat_template": ("chat",),
 }
-NO_PART_OF_THE_PLAN = ("source", "output", "tokenizer", "overwrite", "skip_bad", "processes", "cluster")
+NO_PART_OF_THE_PLAN = ("source", "output", "tokenizer", "skip_bad", "processes", "cluster")
+Megabytes = Annotated[float, Meta(ge=1e-6, le=LARGEST_SHARD_MB, description=f"from 1e-6 to {LARGEST_SHARD_MB}")]
+Share = Annotated[float, Meta(ge=0, le=1, description="from 0 to 1")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,43 +43,39 @@ class Options:
 
     source: tuple[str, ...]
     """stdlib, or folders, files, globs or URLs."""
-    output: str
+    output: FolderOrS3
     """Folder of the dataset, or s3://bucket/folder."""
-    overwrite: bool = False
-    """Replace a finished dataset, once the new one is whole."""
     tokenizer: str = ""
     """tokenizer.json, or a folder with one; default: train one on the text."""
-    vocab_size: int = 0
+    vocab_size: Count = 0
     """Size of the vocabulary to train; 0: 4,096."""
     eos_token: str = ""
     """Token that ends a document; default: the tokenizer's own."""
-    format: str = "text"
+    format: Literal["text", "tokens", "sft", "chat"] = "text"
     """text; tokens; for fine-tuning: sft (prompts with responses) or chat (messages)."""
     keys: str = ""
     """Keys or columns of a record, comma-separated; default: text, prompt,response or messages."""
     separator: str = ""
     r"""What ends a document in text files; \n: a line end, LF or CRLF, \t: a tab."""
-    max_characters: int = 0
-    """Cut longer texts at line ends; 0: never."""
-    dtype: str = ""
+    max_characters: Count = 0
+    """Cut longer texts at line ends; without a number at 4,000 characters, 0: never."""
+    dtype: Literal["", "uint8", "uint16", "uint32", "uint64"] = ""
     """Type of tokens in files without a header: uint8, uint16, uint32 or uint64."""
-    packed: bool = False
-    """Of tokens: a document goes on in a table's next row, until eos ends it."""
-    seq_len: int = 0
+    seq_len: Count = 0
     """Tokens per row of packed examples; longer ones are left out, counted."""
     truncate: bool = False
     """Cut longer examples at the end of a row, not leave them out."""
     chat_template: str = ""
     """File with a Jinja template that marks what the assistant says; default: the tokenizer's."""
-    validation_fraction: float = 0.02
+    validation_fraction: Share = 0.02
     """Share of documents held out."""
-    skip_bad: int = 0
-    """Bad records to leave out at most, listed in bad_records.txt."""
-    block_mb: float = 8
+    skip_bad: Count = 0
+    """Bad records to leave out at most, listed in bad_records.log."""
+    block_mb: Megabytes = 8
     """MiB of tokens shuffled and read as one block."""
-    shard_mb: float = 256
+    shard_mb: Megabytes = 256
     """Approximate MiB of tokens in a file."""
-    processes: int = 0
+    processes: Count = 0
     """0: one per available core, or one for a few MB."""
     cluster: str = ""
     """Scheduler of a Dask cluster: tcp://host:port, or its JSON file (docs/prepare-cluster.md)."""
@@ -104,18 +103,21 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     kinds = get_type_hints(Options)
     # Field → the text under it.
     docs = dict(re.findall(r'^    (\w+): .*\n    r?"""(.*)"""', inspect.getsource(Options), re.MULTILINE))
-    for field in dataclasses.fields(Options):
-        option = f"--{field.name.replace('_', '-')}"
-        about = docs[field.name]
-        if field.default:
-            about += f" (default: {field.default})"
-        if kinds[field.name] is bool:
-            parser.add_argument(option, action="store_true", help=about)
-        elif field.default is dataclasses.MISSING:
-            nargs = "+" if get_args(kinds[field.name]) else None
-            parser.add_argument(option, required=True, nargs=nargs, help=docs[field.name])
-        else:
-            parser.add_argument(option, type=kinds[field.name], default=field.default, help=about)
+    for name, about in docs.items():
+        given: dict[str, Any] = {"default": getattr(Options, name, None), "type": kinds[name]}
+        if name in ("source", "output"):
+            given = {"required": True}
+        if get_origin(kinds[name]) is tuple:
+            given["nargs"] = "+"
+        elif get_origin(kinds[name]) is Literal:
+            del given["type"]
+        elif kinds[name] is bool:
+            given = {"action": "store_true"}
+        elif name == "max_characters":
+            given |= {"nargs": "?", "const": PIECE_CHARACTERS}
+        if given.get("default"):
+            about += " (default: %(default)s)"
+        parser.add_argument(f"--{name.replace('_', '-')}", help=about, **given)
     found, unknown = parser.parse_known_args(argv)
     if unknown:
         names = [f"--{name.replace('_', '-')}" for name in docs]
@@ -126,50 +128,45 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
 def check_options(options: Options) -> None:
     """Raises DataError for a value that makes no sense, and for an option that would have no effect."""
 
-    def check(name: str, is_right: object, wanted: str) -> None:
-        if not is_right:
-            raise DataError(f"--{name.replace('_', '-')} {getattr(options, name)}: {wanted}")
+    def refuse(name: str, wanted: str) -> None:
+        raise DataError(f"--{name.replace('_', '-')} {getattr(options, name)}: {wanted}")
 
-    check("format", options.format in KEYS, f"must be one of {', '.join(KEYS)}")
-    check("dtype", options.dtype in ("", *DTYPES), f"must be one of {', '.join(DTYPES)}")
-    for name in ("max_characters", "skip_bad", "processes"):
-        check(name, getattr(options, name) >= 0, "must be at least 0")
-    for name in ("block_mb", "shard_mb"):
-        check(name, 1e-6 <= getattr(options, name) <= LARGEST_SHARD_MB, f"must be from 1e-6 to {LARGEST_SHARD_MB}")
+    for name, kind in get_type_hints(Options, include_extras=True).items():
+        try:
+            msgspec.convert(getattr(options, name), kind)
+        except msgspec.ValidationError:
+            refuse(name, f"must be {kind_name(kind)}")
     for name, formats in ONLY_FOR.items():
-        check(
-            name, not getattr(options, name) or options.format in formats, f"no effect with --format {options.format}"
-        )
-    check("validation_fraction", 0 <= options.validation_fraction <= 1, "must be from 0 to 1")
-    check("output", options.output and is_form(options.output, LOCAL_OR_S3), f"must be {LOCAL_OR_S3.description}")
-    check("processes", not (options.processes and options.cluster), "no effect with --cluster")
+        if getattr(options, name) and options.format not in formats:
+            refuse(name, f"no effect with --format {options.format}")
+    if options.processes and options.cluster:
+        refuse("processes", "no effect with --cluster")
     wanted = KEYS[options.format]
-    check("keys", len(options.columns) == len(wanted.split(",")), f"must be as many as in {wanted or 'ids'}")
-    if options.tokenizer:
-        check("vocab_size", not options.vocab_size, "is to train a tokenizer, not for --tokenizer")
-    else:
-        check("vocab_size", options.vocab_size == 0 or options.vocab_size >= 257, "must be at least 257: bytes and eos")
-        check("eos_token", not options.eos_token, "needs --tokenizer; a trained one has its own")
-        check("format", options.format == "text", "needs the --tokenizer of the tokens, or of the model to be tuned")
-    if options.format in TUNING:
-        check("seq_len", options.seq_len >= 2, "must be at least 2, the later training.seq_len")
+    if len(options.columns) != len(wanted.split(",")):
+        refuse("keys", f"must be as many as in {wanted or 'ids'}")
+    if options.tokenizer and options.vocab_size:
+        refuse("vocab_size", "is to train a tokenizer, not for --tokenizer")
+    if options.eos_token and not options.tokenizer:
+        refuse("eos_token", "needs --tokenizer; a trained one has its own")
+    if options.format != "text" and not options.tokenizer:
+        refuse("format", "needs the --tokenizer of the tokens, or of the model to be tuned")
+    if 0 < options.vocab_size < 257:
+        refuse("vocab_size", "must be at least 257: bytes and eos")
+    if options.format in TUNING and options.seq_len < 2:
+        refuse("seq_len", "must be at least 2, the later training.seq_len")
 
 
-def check_replaced(options: Options) -> None:
-    """Raises DataError for a finished dataset that is not to be replaced, or cannot be."""
-    if not Output(options.output).is_finished():
-        return
-    held = f"{options.output}: already holds a finished dataset"
-    if not options.overwrite:
-        raise DataError(f"{held}; give --overwrite to replace it")
-    if "://" in options.output:
-        raise DataError(f"{held}, and nothing there can be replaced at once; remove its manifest.json first")
+def check_is_new(output: Output) -> None:
+    """Raises DataError for a finished dataset, which is never replaced."""
+    if output.is_finished():
+        advice = "name another --output, or remove its manifest.json to replace it"
+        raise DataError(f"{output.url}: already holds a finished dataset; {advice}")
 
 
 def check_files(options: Options, files: Sequence[File]) -> None:
-    """Raises DataError for keys and separators that do not fit the kinds of files."""
-    with_keys = [file.url for file in files if has_keys(file)]
-    if options.format == "text" and options.columns != ["text"] and not with_keys:
+    """Raises DataError for keys and separators that have no effect on any file."""
+    have_keys = {has_keys(file) for file in files}
+    if options.keys and options.format == "text" and have_keys == {False}:
         raise DataError(f"--keys {options.keys}: no effect, as text such as {files[0].url} has no keys")
-    if options.separator and len(with_keys) == len(files):
+    if options.separator and have_keys == {True}:
         raise DataError(f"--separator {options.separator!r}: no effect, as no file is text; {files[0].url} has records")

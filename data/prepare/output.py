@@ -19,7 +19,7 @@ from storage.records import written_whole
 
 MANIFEST = "manifest.json"
 BLOCKS = "blocks.arrow"
-BAD_RECORDS = "bad_records.txt"  # a line for each that was left out: place and reason
+BAD_RECORDS = "bad_records.log"  # a line for each that was left out: place and reason. No suffix of a source's
 SHARDS = re.compile(r"\.?(train|validation)-\d{5,}\.(arrow|lengths)(\.tmp)?")
 PARTS = ".parts"  # folder of a preparation's finished work, until its end
 PLAN = f"{PARTS}/plan.json"
@@ -70,21 +70,23 @@ class Output:
         if self.folder is None:
             with self.store.create(name) as upload:
                 yield _Counted(upload)
-                self._check_plan()
+                self.check_plan()
             return
         temporary = None
         if self.plan:
             temporary = self.folder / PARTS / f"{secrets.token_hex(8)}.tmp"
         with written_whole(self.folder / name, temporary) as file:
             yield file
-            self._check_plan()  # the next one removes PARTS, and with it the temporary file
+            self.check_plan()  # the next one removes PARTS, and with it the temporary file
 
-    def _check_plan(self) -> None:
+    def check_plan(self) -> None:
+        """Raises DataError if the plan there is another one, or none."""
         if not self.plan:
             return
         plan = self.read_if_there(PLAN)
         if plan is None or digest(bytes(plan)) != self.plan:
-            raise DataError(f"{self.url}: another preparation has begun or ended there meanwhile")
+            other = "another preparation has begun or ended there, or not all machines share this place"
+            raise DataError(f"{self.url}: {other}")
 
     @contextmanager
     def locked(self) -> Iterator[None]:

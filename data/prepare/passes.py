@@ -25,14 +25,14 @@ from data.prepare.options import TUNING, Options
 from data.prepare.output import BAD_RECORDS, PARTS, PLAN, Output
 from data.prepare.readers import Located, Tally, Unit, documents
 from data.prepare.sources import failures_of
-from data.prepare.tokens import Reading, token_documents
+from data.prepare.tokens import token_documents
 from data.prepare.tuning import encode_example
 from data.prepare.workers import Map
 from data.shards import DataError, Shard, digest, token_type
 from data.tokenizer import FILES, Tokenizer, parse_tokenizer
 from storage import Store
 
-COUNTED = ("conversations", "examples", "trained_tokens", "dropped", "truncated")  # of examples, in the manifest
+COUNTED = ("conversations", "trained_tokens", "dropped", "truncated")  # of examples, in the manifest
 BATCH_BYTES = 2**20  # text per tokenizer call: its tokens are Python integers at first, and few fit the caches
 HELD_BYTES = 128 * 2**20  # of tokens that a process holds before it writes them
 PARTS_LAYOUT = 4  # changes with what parts hold: those of an earlier version are not used
@@ -61,7 +61,6 @@ class Preparation:
     dtype: str
     train_buckets: int  # each becomes a shard
     validation_buckets: int
-    tasks: int  # units
 
     @property
     def buckets(self) -> int:
@@ -84,7 +83,9 @@ def run_passes(preparation: Preparation, tokenizer: Tokenizer, units: Sequence[U
     """
     _start_or_go_on(preparation, tokenizer)
     output = preparation.output
-    with _mapping(preparation, client) as map_tasks:
+    if client:
+        workers.check_workers(output, client)
+    with _mapping(preparation, len(units), client) as map_tasks:
         tokenise = partial(_run_once, preparation, "unit", _tokenise_unit)
         bad: list[str] = []
         counts: Counter[str] = Counter()
@@ -97,9 +98,6 @@ def run_passes(preparation: Preparation, tokenizer: Tokenizer, units: Sequence[U
             raise DataError(f"{len(bad)} bad records are more than --skip-bad {preparation.options.skip_bad}")
         write = partial(_run_once, preparation, "bucket", partial(_write_bucket, parts=parts))
         written = _run_all(map_tasks, write, range(preparation.buckets), "write", " shards")
-    if counts["undivided"]:
-        which = f"does not occur in {counts['undivided']} texts; each of these is one document"
-        tqdm.write(f"--separator {preparation.options.separator!r}: {which}")
     facts = dict(preparation.facts)
     if preparation.options.format in TUNING:
         facts |= {name: counts[name] for name in COUNTED}
@@ -126,12 +124,12 @@ def _start_or_go_on(preparation: Preparation, tokenizer: Tokenizer) -> None:
 
 
 @contextmanager
-def _mapping(preparation: Preparation, client: Any) -> Iterator[Map]:
+def _mapping(preparation: Preparation, units: int, client: Any) -> Iterator[Map]:
     """What runs the tasks: the cluster of `client`, otherwise processes of this machine."""
     if client:
         yield workers.cluster_map(client)
         return
-    tasks = max(preparation.tasks, preparation.buckets)
+    tasks = max(units, preparation.buckets)
     # Starting a process takes half a second, in which it could tokenise a few MB.
     cores = len(os.sched_getaffinity(0)) if tasks > 2 else 1
     with workers.pool_of_processes(min(preparation.options.processes or cores, tasks)) as map_tasks:
@@ -209,15 +207,12 @@ def tokenised(
         elif format == "tokens":
             tokens = [document.content for document in batch]
         else:
-            examples = [_example(preparation.options, tokenizer, document, tally) for document in batch]
-            fitting = [place for place, example in enumerate(examples) if len(example)]
-            tokens = [examples[place] for place in fitting]
-            buckets = buckets[fitting]
-            words = words[fitting]
+            tokens = [_example(preparation.options, tokenizer, document, tally) for document in batch]
+        kept = [place for place, ids in enumerate(tokens) if len(ids)]
         columns = {
-            "bucket": writer.as_arrow(buckets),
-            "word": writer.as_arrow(words),
-            "tokens": as_bytes(tokens, preparation.dtype),
+            "bucket": writer.as_arrow(buckets[kept]),
+            "word": writer.as_arrow(words[kept]),
+            "tokens": as_bytes([tokens[place] for place in kept], preparation.dtype),
         }
         yield pa.record_batch(columns)
 
@@ -227,8 +222,7 @@ def _documents(preparation: Preparation, tokenizer: Tokenizer, unit: Unit, tally
     options = preparation.options
     located: Located
     if options.format == "tokens":
-        reading = Reading(tokenizer.eos_id, tokenizer.vocab_size, options.dtype, options.keys, options.packed)
-        located = token_documents(unit, reading)
+        located = token_documents(unit, tokenizer, options.dtype, options.keys)
     else:
         located = documents(unit, options.columns, options.format, options.separator_text, tally)
     for place, content in located:
@@ -281,7 +275,6 @@ def _example(options: Options, tokenizer: Tokenizer, document: Document, tally: 
         return nothing
     tally.counts["truncated"] += is_long
     tally.counts["trained_tokens"] += trained
-    tally.counts["examples"] += 1
     return row
 
 

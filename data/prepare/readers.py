@@ -117,7 +117,7 @@ def documents(
     for file in unit.files:
         kind = content_kind(file)
         with failures_of(f"{file.url}: cannot be read"), open_file(file) as stream:
-            for position, record in _records(file, kind, stream, unit, columns, separator, tally):
+            for position, record in _records(file, kind, stream, unit, columns, separator):
                 place = file.url
                 if separator or has_keys(file):
                     place += f", {POSITIONS.get(kind, 'row')} {position}"
@@ -156,9 +156,7 @@ def _text(record: Any, keys: Sequence[str], format: str) -> str:
 # ---------------------------------------------------------------- records of each kind of file
 
 
-def _records(
-    file: File, kind: str, raw: Any, unit: Unit, columns: Sequence[str], separator: str, tally: Tally
-) -> Records:
+def _records(file: File, kind: str, raw: Any, unit: Unit, columns: Sequence[str], separator: str) -> Records:
     """Yield (position, record) of everything in a unit's part of a file. Only DIVISIBLE kinds have a part to mind."""
     stream = decompressed(file, raw)
     if kind == "parquet":
@@ -172,7 +170,7 @@ def _records(
     elif kind == "jsonl":
         yield from _json_lines(stream, unit)
     elif kind in ("text", "other"):
-        yield from _texts(stream.read().removeprefix(codecs.BOM_UTF8), separator, tally)
+        yield from _texts(stream.read().removeprefix(codecs.BOM_UTF8), separator)
     else:
         raise DataError(f"{file.url}: KINDS has {kind!r}, which no branch of _records in data/prepare/readers.py reads")
     if kind in ("text", "other", "jsonl", *DELIMITERS):
@@ -206,7 +204,7 @@ def _parsed(line: bytes) -> Any:
         return error
 
 
-def _texts(content: bytes, separator: str, tally: Tally) -> Records:
+def _texts(content: bytes, separator: str) -> Records:
     """Yield (byte, text) of what separators divide, as `bytes.split` does, without blank ones; "": of the whole."""
     if not separator:
         yield 0, _decoded(content)
@@ -217,7 +215,6 @@ def _texts(content: bytes, separator: str, tally: Tally) -> Records:
         if content[start : match.start()].strip():
             yield start, _decoded(content[start : match.start()])
         start = match.end()
-    tally.counts["undivided"] += content != b"" and start == 0
     if content[start:].strip():
         yield start, _decoded(content[start:])
 
@@ -262,20 +259,10 @@ def _table_records(batches: Iterable[pa.RecordBatch], names: Sequence[str], firs
     """Yield (row, record) of batches with some of the columns `names`; in others the record has None."""
     number = first
     for batch in batches:
-        for row in _rows(batch):
-            if isinstance(row, dict):
-                # A table gives each object the keys of all; templates would print the nulls.
-                row = dict.fromkeys(names) | without_nulls(row)
-            yield number, row
+        for row in batch.to_pylist():
+            # A table gives each object the keys of all; templates would print the nulls.
+            yield number, dict.fromkeys(names) | without_nulls(row)
             number += 1
-
-
-def _rows(batch: pa.RecordBatch) -> list[Any]:
-    """Its rows as dicts, or a ValueError in place of a row whose text is not UTF-8."""
-    try:
-        return batch.to_pylist()
-    except ValueError as error:
-        return [error] if len(batch) == 1 else [_rows(batch.slice(i, 1))[0] for i in range(len(batch))]
 
 
 def _csv_records(stream: Any, delimiter: str) -> Records:
@@ -284,9 +271,8 @@ def _csv_records(stream: Any, delimiter: str) -> Records:
     reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
     try:
         for number, row in enumerate(reader):
-            surplus = row.pop(None, None)
-            if surplus:
-                yield number, ValueError(f"has {len(surplus)} cells more than the first line names")
+            if None in row:  # the key of what is too much
+                yield number, ValueError("has more cells than the first line names")
             else:
                 yield number, row
     except csv.Error as error:

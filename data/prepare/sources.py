@@ -5,7 +5,6 @@ import glob
 import logging
 import lzma
 import os
-import re
 import sysconfig
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ import pyarrow as pa
 from isal import igzip
 
 from config import TitaniteError
-from data.prepare.output import is_own
 from data.shards import DataError
 
 TEXTS = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cc", ".cpp", ".rs", ".go", ".java", ".js")
@@ -35,7 +33,6 @@ DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
 }
 VERSIONS = ("ETag", "etag", "blob_id", "LastModified", "created")  # what the stores call them, best first
 REQUEST_BYTES = 2 * 2**20  # read-ahead from a remote file; little, as a process may need only one unit
-LONG_ZSTD = "; it was compressed with a long window: compress it again with zstd --long=27 or less"
 
 log = logging.getLogger(__name__)
 
@@ -56,40 +53,22 @@ def failures_of(what: str) -> Iterator[None]:
     except TitaniteError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())
-        if "requires too much memory" in said:  # zstd's words
-            said += LONG_ZSTD
-        raise DataError(f"{what}: {type(error).__name__}: {said}") from None
+        raise DataError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}") from None
 
 
-def list_files(sources: Sequence[str], output: str = "") -> list[File]:
-    """The files of stdlib, folders, files, globs and URLs, each once, in a fixed order. Raises DataError if none.
-
-    Those that a preparation itself writes into `output` are no sources.
-    """
+def list_files(sources: Sequence[str]) -> list[File]:
+    """The files of stdlib, folders, files, globs and URLs, each once, in a fixed order. Raises DataError if none."""
     files: dict[str, File] = {}  # by what identifies them
     for source in sources:
         with failures_of(f"--source {source}: cannot be listed"):
             found = sorted(_find(source), key=itemgetter(1))
-        found = [(key, file) for key, file in found if not _is_written_by(output, key)]
         if not found:
             kinds = f"{' '.join(KINDS)}, also with {' '.join(DECOMPRESSORS)}, but not for plain"
             kinds += f" {' '.join(ONLY_IF_NAMED)}; pipes and standard input are not read"
             raise DataError(f"--source {source}: no files there; a folder is searched for {kinds}")
-        new = {key: file for key, file in reversed(found) if key not in files}  # of a file's names, the first counts
-        files |= new
-        repeated = len(found) - len(new)
-        if repeated:
-            known = "are in the list already, by this or another name; each is read once"
-            log.warning(f"--source {source}: {repeated} of {len(found)} files {known}")
+        for key, file in found:
+            files.setdefault(key, file)
     return sorted(files.values())
-
-
-def _is_written_by(output: str, name: str) -> bool:
-    folder, _, base = name.rpartition("/")
-    if "://" not in output:
-        output = os.path.realpath(output)
-    return folder == output.rstrip("/") and is_own(base)
 
 
 def has_keys(file: File) -> bool:
@@ -150,13 +129,12 @@ def _stdlib_files() -> Iterator[tuple[str, File]]:
 
 
 def _local_files(source: str) -> Iterator[tuple[str, File]]:
-    """Yield (identity, file) of a path or glob. Links are followed: two names of a file have the same identity."""
-    walked: set[str] = set()
-    matches = [source] if os.path.exists(source) else _glob(source)
+    """Yield (identity, file) of a path or glob. Two names of a file, such as a link, have the same identity."""
+    matches = [source] if os.path.exists(source) else glob.glob(source, recursive=True)
     for match in matches:
         names = [match]
         if os.path.isdir(match):
-            names = _read_from_folder(match, list(_names_below(match, walked)))
+            names = _read_from_folder(match, list(_names_below(match)))
         for name in names:
             if os.path.isfile(name) or not os.path.exists(name):  # no pipe; a broken link is an error
                 yield os.path.realpath(name), _described(os.path.abspath(name))
@@ -166,43 +144,17 @@ def _described(path: str) -> File:
     return File(path, os.stat(path).st_size, str(os.stat(path).st_mtime_ns))
 
 
-def _names_below(top: str, walked: set[str]) -> Iterator[str]:
-    for folder, names in _walk(top, walked):
-        for name in names:
+def _names_below(top: str) -> Iterator[str]:
+    """Yield the files below a folder, and the folders left out: hidden ones, and links, which may lead back."""
+    for folder, below, names in os.walk(top, onerror=_raise):
+        left_out = [name for name in below if name.startswith(".") or os.path.islink(f"{folder}/{name}")]
+        below[:] = set(below).difference(left_out)
+        for name in [*names, *left_out]:
             yield os.path.join(folder, name)
-
-
-def _walk(top: str, walked: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (folder, names in it) of `top` and all below it, except folders `walked` before, by any name.
-
-    Hidden folders are named like files, and not walked.
-    """
-    for folder, below, names in os.walk(top, onerror=_raise, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in walked:  # a link led back
-            below.clear()
-            continue
-        walked.add(real)
-        hidden = [name for name in below if name.startswith(".")]
-        below[:] = sorted(set(below).difference(hidden))
-        yield folder, [*names, *hidden]
 
 
 def _raise(error: OSError) -> None:
     raise error
-
-
-def _glob(pattern: str) -> Iterator[str]:
-    """Yield what matches. As for Python's glob, ** is any folder that is not hidden; unlike it, this ends at links."""
-    recursive = re.match(r"((?:.*?/)?)\*\*(?:/+|$)(.*)", pattern)
-    if not recursive:
-        yield from glob.glob(pattern)
-        return
-    before, after = recursive.groups()
-    tops = glob.glob(before) if before else ["."]
-    for top in tops:
-        for folder, _ in _walk(top, set()):
-            yield from _glob(os.path.join(glob.escape(folder), after or "*"))
 
 
 def _remote_files(source: str) -> Iterator[tuple[str, File]]:
@@ -235,14 +187,15 @@ def _file_system(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 def _read_from_folder(folder: str, names: Collection[str]) -> list[str]:
     """The files of a folder to read. What is left out is counted."""
-    hidden = {name for name in names if "/." in f"/{name.removeprefix(folder).lstrip('/')}"}
-    seen = [name for name in names if name not in hidden]
-    read = []
-    for name in seen:
-        if kind_of(name)[0] != "other" and not name.lower().endswith(ONLY_IF_NAMED):
-            read.append(name)
-    other = set(seen).difference(read)
-    for what, left_out in (("files of other kinds", other), ("hidden files and folders", hidden)):
-        if left_out:
-            log.warning(f"--source {folder}: {len(left_out)} {what} left out, such as {min(left_out)}")
+    read = [name for name in names if _is_read(name.removeprefix(folder))]
+    left_out = set(names).difference(read)
+    if left_out:
+        which = f"{len(left_out)} left out that are hidden, linked folders or of other kinds"
+        log.warning(f"--source {folder}: {which}, such as {min(left_out)}")
     return read
+
+
+def _is_read(name: str) -> bool:
+    """Whether a file is read if its folder is given."""
+    is_hidden = "/." in f"/{name.lstrip('/')}"
+    return not is_hidden and kind_of(name)[0] != "other" and not name.lower().endswith(ONLY_IF_NAMED)

@@ -6,7 +6,7 @@ with eos. In Arrow and Parquet a row is a document, as Hugging Face's datasets h
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 from data.prepare.readers import ARROW_FILE, Unit, open_arrow
 from data.prepare.sources import File, check_end, failures_of, kind_of, open_file
 from data.shards import DataError
+from data.tokenizer import Tokenizer
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64")  # signed ones have the same bits
 READ_BYTES = 2**25  # searched for ends of documents at once; whole ids of every type
@@ -31,19 +32,12 @@ NOWHERE = np.zeros(0, np.int64)
 Chunks = Iterator[tuple[np.ndarray, np.ndarray]]  # (consecutive ids, where documents end, besides after an eos)
 
 
-class Reading(NamedTuple):
-    """How to read files of tokens."""
-
-    eos_id: int
-    vocab_size: int
-    dtype: str  # of an id, in files that do not say it, otherwise ""
-    column: str  # of tables; "": the only one that holds lists of integers
-    packed: bool  # a document goes on in the next row of a table
-
-
-def token_documents(unit: Unit, how: Reading) -> Iterator[tuple[str, np.ndarray]]:
+def token_documents(
+    unit: Unit, tokenizer: Tokenizer, dtype: str = "", column: str = ""
+) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (file, ids) of a unit's documents (uint32), each with one eos at its end, without empty ones.
 
+    `dtype`: of an id, in files that do not say it. `column`: of tables; "": the only one that holds lists of integers.
     Raises DataError for a file that cannot be read, or in which nothing ends a document.
     """
     for file in unit.files:
@@ -51,20 +45,20 @@ def token_documents(unit: Unit, how: Reading) -> Iterator[tuple[str, np.ndarray]
         is_divided = False
         unfinished: list[np.ndarray] = []
         with failures_of(f"{file.url}: cannot be read"), open_file(file) as stream:
-            for ids, ends in _chunks(file, stream, how):
-                _check_ids(file, ids, count, how.vocab_size)
-                stops = np.union1d(ends, np.flatnonzero(ids == how.eos_id) + 1)
+            for ids, ends in _chunks(file, stream, dtype, column):
+                _check_ids(file, ids, count, tokenizer.vocab_size)
+                stops = np.union1d(ends, np.flatnonzero(ids == tokenizer.eos_id) + 1)
                 *ended, rest = np.split(ids.astype(np.uint32), stops)
                 for end in ended:
-                    yield file.url, _whole([*unfinished, end], how.eos_id)
+                    yield file.url, _whole([*unfinished, end], tokenizer.eos_id)
                     unfinished = []
                 unfinished.append(rest)
                 is_divided = is_divided or bool(ended)
                 count += len(ids)
         if count and not is_divided:
-            what = f"none of its {count} ids ends a document, as {how.eos_id} would"
-            raise DataError(f"{file.url}: {what}; see --eos-token, --dtype and --packed")
-        yield file.url, _whole([NOWHERE, *unfinished], how.eos_id)
+            what = f"none of its {count} ids ends a document, as {tokenizer.eos_id} would"
+            raise DataError(f"{file.url}: {what}; see --eos-token and --dtype")
+        yield file.url, _whole([NOWHERE, *unfinished], tokenizer.eos_id)
 
 
 def _whole(chunks: list[np.ndarray], eos_id: int) -> np.ndarray:
@@ -82,30 +76,30 @@ def _check_ids(file: File, ids: np.ndarray, first: int, vocab_size: int) -> None
         raise DataError(f"{file.url}: token {first + bad.argmax()}: {what}; see --dtype and --keys")
 
 
-def _chunks(file: File, stream: Any, how: Reading) -> Chunks:
+def _chunks(file: File, stream: Any, dtype: str, column: str) -> Chunks:
     """All ids of a file. Raises DataError if an option contradicts what the file is."""
     if kind_of(file.url)[1]:
         raise DataError(f"{file.url}: tokens are read from files that are not compressed")
     header = stream.read(HEADER_BYTES)
     stream.seek(0)
     if header.startswith((PARQUET_FILE, ARROW_FILE)) or file.url.lower().endswith(ARROW_NAMES):
-        if how.dtype:
-            raise DataError(f"{file.url}: --dtype {how.dtype} is for files of bare ids, a table says the type itself")
-        yield from _rows(file, stream, header.startswith(PARQUET_FILE), how)
+        if dtype:
+            raise DataError(f"{file.url}: --dtype {dtype} is for files of bare ids, a table says the type itself")
+        yield from _rows(file, stream, header.startswith(PARQUET_FILE), column)
         return
-    if how.column or how.packed:
-        raise DataError(f"{file.url}: --keys and --packed are for Arrow and Parquet")
+    if column:
+        raise DataError(f"{file.url}: --keys {column} is for Arrow and Parquet")
     if header.startswith(NPY_FILE):
         raise DataError(f"{file.url}: .npy is not read; numpy.load(FILE).tofile(OTHER) writes the ids alone")
-    found = how.dtype
+    found = dtype
     if len(header) == HEADER_BYTES and int.from_bytes(header[:4], "little") in MAGIC_NUMBERS:
         found = MAGIC_NUMBERS[int.from_bytes(header[:4], "little")]
         count = int.from_bytes(header[8:12], "little")
         held = (file.size - stream.seek(HEADER_BYTES)) // np.dtype(found).itemsize
         if held != count:
             raise DataError(f"{file.url}: its header says {count} ids of {found}, it holds {held}")
-    if how.dtype not in ("", found):
-        raise DataError(f"{file.url}: --dtype {how.dtype}: its header says {found}")
+    if dtype not in ("", found):
+        raise DataError(f"{file.url}: --dtype {dtype}: its header says {found}")
     if not found:
         raise DataError(f"{file.url}: name the --dtype of its ids, one of {', '.join(DTYPES)}")
     for content in iter(partial(stream.read, READ_BYTES), b""):
@@ -113,25 +107,23 @@ def _chunks(file: File, stream: Any, how: Reading) -> Chunks:
     check_end(file, stream, file.size)
 
 
-def _rows(file: File, stream: Any, is_parquet: bool, how: Reading) -> Chunks:
+def _rows(file: File, stream: Any, is_parquet: bool, asked: str) -> Chunks:
     """The rows of a table's column of lists."""
     if is_parquet:
         table = pq.ParquetFile(stream)
-        column = _token_column(file, table.schema_arrow, how.column)
+        column = _token_column(file, table.schema_arrow, asked)
         batches = table.iter_batches(ROWS_AT_ONCE, columns=[column])
     else:
         arrow = open_arrow(stream)
-        column = _token_column(file, arrow.schema, how.column)
+        column = _token_column(file, arrow.schema, asked)
         batches = map(arrow.get_batch, range(arrow.num_record_batches))
     for batch in batches:
         rows = batch.column(column)
         ids = rows.flatten()
         if rows.null_count or ids.null_count:
             raise DataError(f"{file.url}: column {column!r} holds null in place of ids")
-        ends = NOWHERE
-        if not how.packed:
-            ends = pc.list_value_length(rows).to_numpy(zero_copy_only=False).cumsum()
-        yield ids.to_numpy(zero_copy_only=False), ends
+        lengths = pc.list_value_length(rows).to_numpy(zero_copy_only=False)
+        yield ids.to_numpy(zero_copy_only=False), lengths.cumsum()
 
 
 def _token_column(file: File, schema: pa.Schema, asked: str) -> str:

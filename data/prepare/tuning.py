@@ -1,8 +1,8 @@
 """Pairs and conversations as examples for fine-tuning, of which only answers are trained."""
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import date
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +13,6 @@ from data.chat import (
     ANSWERED,
     ASKED,
     BUILT_IN,
-    CONVERSIONS,
     ChatTemplate,
     Message,
     chat_of,
@@ -26,10 +25,12 @@ from data.tokenizer import Tokenizer
 
 PAIR = ("prompt", "response")
 # Format → columns that are read beside those that --keys names.
-BESIDE = {"chat": ("tools", "system", *CONVERSIONS), "sft": ("completion", *CONVERSIONS)}
+BESIDE = {"chat": ("tools", "system"), "sft": ("completion",)}
 MARKED_ONES = "marked ones are in TRL's folder trl/chat_templates, named *_training.jinja"
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # a message's, as transformers knows them
+TEXTS = ("content", "reasoning_content", "thinking", "reasoning")  # of a message, as transformers knows them
 END_OF_THOUGHTS = "</think>"  # of those in an answer's own text
+
+log = logging.getLogger(__name__)
 
 
 class Example(NamedTuple):
@@ -138,49 +139,32 @@ def _with_less(messages: Sequence[Message], tools: Any) -> Iterator[tuple[str, l
 
 def _messages_with_less(message: Message) -> Iterator[tuple[str, Message]]:
     """Yield (what is missing, message)."""
-    role = message["role"]
-    content = message["content"]
-    if content.strip():
-        yield f"the content {content[:60]!r} (role {role!r})", {**message, "content": ""}
-    thoughts, end, answer = content.rpartition(END_OF_THOUGHTS)
-    if end and role == "assistant":
+    for key in TEXTS:
+        text = str(message.get(key) or "")
+        if text.strip():
+            yield f"the {key} {text[:60]!r} (role {message['role']!r})", {**message, key: ""}
+    thoughts, end, answer = message["content"].rpartition(END_OF_THOUGHTS)
+    if end and message["role"] == "assistant":
         yield f"the thoughts {thoughts[:60]!r}", {**message, "content": answer}
-    for key in THOUGHTS:
-        if message.get(key):
-            yield f"the {key}", {name: value for name, value in message.items() if name != key}
     calls = message.get("tool_calls") or []
     for place, call in enumerate(calls):
-        fewer = {**message, "tool_calls": [*calls[:place], *calls[place + 1 :]]}
-        if len(calls) == 1:
-            del fewer["tool_calls"]
-        yield f"the call {json.dumps(call)[:60]}", fewer
+        yield f"the call {json.dumps(call)[:60]}", {**message, "tool_calls": [*calls[:place], *calls[place + 1 :]]}
 
 
 # ---------------------------------------------------------------- the template of a preparation
 
 
-def use_template(tokenizer: Tokenizer, template: str) -> tuple[dict[str, str], list[str]]:
+def use_template(tokenizer: Tokenizer, template: str) -> None:
     """Make `template`, or the tokenizer's own, or the built-in one, the tokenizer's.
 
-    Returns the day, if the template asks for it, and warnings of what a model will not learn. Raises TitaniteError for
-    a template that does not mark what the assistant says.
+    Raises TitaniteError for a template that does not mark what the assistant says.
     """
     tokenizer.chat_template = template or tokenizer.chat_template or BUILT_IN
     own = chat_of(tokenizer)
     if not own.is_marked:
         needed = "has no {% generation %} marks, which say what is trained"
         raise TitaniteError(f"the chat template {needed}: give --chat-template FILE; {MARKED_ONES}")
-    warnings = []
     ids, trained = own.encode_with_mask([ASKED, ANSWERED])
     learnt = {token for token, is_trained in zip(ids, trained, strict=True) if is_trained}
     if not own.stop_ids & learnt:
-        warnings.append("the chat template marks no special token that ends an answer, so no model learns to stop")
-    asked = own.render([ASKED], add_generation_prompt=True)
-    missing = asked[shared_length(asked, own.render([ASKED, ANSWERED])) :]
-    if missing:
-        warnings.append(f"the chat template asks with {missing!r}, with which its answers do not begin")
-    if "strftime_now" not in tokenizer.chat_template:
-        return {}, warnings
-    today = date.today().isoformat()  # as transformers tells it
-    warnings.append(f"the chat template asks for the day and is told {today}; set it in the file to keep the bytes")
-    return {"day": today}, warnings
+        log.warning("the chat template marks no special token that ends an answer, so no model learns to stop")

@@ -8,7 +8,6 @@ import hashlib
 import logging
 import multiprocessing
 import os
-import secrets
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, ProcessPoolExecutor, ThreadPoolExecutor
@@ -33,7 +32,6 @@ SCHEDULER_SECONDS = 20  # until it must have answered
 WORKERS_SECONDS = 120  # until the first must be there
 CODE = ("data/**/*.py", "storage/*.py", "config.py")  # what decides a dataset's bytes
 PACKAGES = ("numpy", "pyarrow", "tokenizers")  # and those, too
-MARK = ".mark"  # file that all workers must see
 SMALLER = "continue with the same command, best with fewer --processes, or begin with a smaller --shard-mb"
 CONTINUE = "the same command goes on from there, once a cluster runs"
 
@@ -128,19 +126,9 @@ def connected(address: str) -> Iterator[Any]:
             raise DataError(f"the cluster's scheduler is gone; {CONTINUE}") from None
 
 
-def check_output(output: Output, client: Any) -> None:
-    """Raises StoreError if nothing can be written there, DataError if a worker of `client`, if any, would fail.
-
-    It would with other code than this process has, or if it does not see the output.
-    """
-    mark = secrets.token_bytes(8)
-    output.put(MARK, mark)
-    try:
-        faults = {}
-        if client:
-            faults = client.run(_check_here, output, mark, code_digest(), on_error="return")
-    finally:
-        output.store.remove([MARK])
+def check_workers(output: Output, client: Any) -> None:
+    """Raises DataError for a worker of `client` that has other code than this process, or does not see the plan."""
+    faults = client.run(_check_here, output, code_digest(), on_error="return")
     for worker, fault in sorted(faults.items()):
         if fault is None or isinstance(fault, OSError):  # it has died meanwhile, and others do its work
             continue
@@ -150,11 +138,9 @@ def check_output(output: Output, client: Any) -> None:
         raise DataError(f"worker {worker}: {fault}{advice}")
 
 
-def _check_here(output: Output, mark: bytes, digest: str) -> None:
-    """Raises DataError for what keeps this worker from preparing there."""
+def _check_here(output: Output, digest: str) -> None:
     _check_code(digest)
-    if output.read_if_there(MARK) != mark:
-        raise DataError(f"does not see {output.url}, which must be a folder that all share, or s3://bucket/folder")
+    output.check_plan()
 
 
 def _check_code(digest: str) -> None:

@@ -4,21 +4,18 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from isal import isal_zlib
 
-from config import file_errors
 from data.prepare.output import BLOCKS, MANIFEST, PARTS, PLAN, Output, is_own
 from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, seal, token_schema
 from data.tokenizer import Tokenizer
 from storage import S3Store
 
 LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
-NEW = ".new"  # folder in which a dataset is made that is to replace a finished one
 Rows = Sequence[tuple[int, ...]] | np.ndarray  # of a shard in blocks.arrow, in the order of INDEX_SCHEMA
 WrittenShard = tuple[Shard, Rows]
 
@@ -35,6 +32,11 @@ def build_index(rows_of_shards: Sequence[Rows]) -> pa.RecordBatch:
     return pa.record_batch(arrays, schema=INDEX_SCHEMA)
 
 
+def file_digests(tokenizer: Tokenizer) -> dict[str, str]:
+    """Name → digest of the tokenizer's files."""
+    return {name: digest(content) for name, content in sorted(tokenizer.files().items())}
+
+
 def token_dtype(vocab_size: int) -> str:
     """The smallest data type that holds every id."""
     return "uint16" if vocab_size <= 2**16 else "uint32"
@@ -46,28 +48,8 @@ def is_held_out(content: bytes, validation_fraction: float) -> bool:
     return int.from_bytes(digest, "little") < validation_fraction * 2**64
 
 
-def replace_dataset(folder: Path) -> None:
-    """Put the finished dataset of folder/NEW in the place of the one in the folder. After a kill, do it again.
-
-    The manifest is removed first and moved last, so that nothing reads a mixture of both.
-    """
-    new = folder / NEW
-    with file_errors(folder):
-        (folder / MANIFEST).unlink(missing_ok=True)
-        made = {shard["file"] for shard in json.loads((new / MANIFEST).read_bytes())["shards"]}
-        made |= {file.name for file in new.iterdir()}
-        for file in folder.iterdir():
-            if is_own(file.name) and file.name not in made:
-                file.unlink()
-        moved = sorted((file for file in new.iterdir() if is_own(file.name)), key=lambda file: file.name == MANIFEST)
-        for file in moved:
-            file.replace(folder / file.name)
-        shutil.rmtree(new)
-
-
 def remove_dataset(output: Output) -> None:
     """Remove a dataset's files and parts, and nothing else: a folder may hold the user's own files."""
-    output.store.remove([MANIFEST])  # first, so that nothing reads a dataset replaced in part
     remove_parts(output)
     if output.folder is not None:
         names = [file.name for file in output.folder.iterdir()]
@@ -136,7 +118,7 @@ def write_manifest(
         "vocab_size": tokenizer.vocab_size,
         "eos_id": tokenizer.eos_id,
         "tokenizer": tokenizer.fingerprint,
-        "tokenizer_files": {name: digest(content) for name, content in sorted(tokenizer.files().items())},
+        "tokenizer_files": file_digests(tokenizer),
         "index_bytes": len(index),
         "index_crc32": isal_zlib.crc32(index),
         "index_sha256": hashlib.sha256(index).hexdigest(),

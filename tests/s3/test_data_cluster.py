@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from importlib.metadata import version
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -114,14 +114,6 @@ def test_a_worker_that_is_killed_costs_its_task(clusters, options, expected, out
     assert contents(output) == expected
 
 
-@pytest.mark.parametrize("output", ["s3"], indirect=True)
-def test_on_s3_a_finished_dataset_is_replaced_only_once_it_is_given_up(options, expected, output):
-    run(options, output, processes=1)
-    with pytest.raises(TitaniteError, match=r"remove its manifest\.json"):
-        run(options, output, processes=1, overwrite=True)
-    assert contents(output) == expected
-
-
 @pytest.mark.parametrize(
     ("given", "broken", "message"),
     [
@@ -133,7 +125,6 @@ def test_on_s3_a_finished_dataset_is_replaced_only_once_it_is_given_up(options, 
         ({"cluster": "missing.json"}, {}, "--cluster missing.json: must be tcp://host:port, or the file that"),
         ({"processes": 2}, {}, "--processes 2: no effect with --cluster"),
         ({}, {"code_digest": lambda: "other"}, "worker tcp://.*: has another version of Titanite, or of numpy"),
-        ({}, {"MARK": ".other"}, "worker tcp://.*: does not see .*out, which must be a folder that all"),
     ],
 )
 def test_what_would_fail_is_said_first(clusters, options, tmp_path, monkeypatch, given, broken, message):
@@ -141,15 +132,17 @@ def test_what_would_fail_is_said_first(clusters, options, tmp_path, monkeypatch,
         monkeypatch.setattr(workers, name, stand_in)
     with pytest.raises(TitaniteError, match=message):
         run(options, **{"output": f"{tmp_path}/out", "cluster": clusters[0].address} | given)
-    assert not contents(f"{tmp_path}/out")
+    assert not [name for name in contents(f"{tmp_path}/out") if "/unit-" in name]
 
 
 def test_a_late_writer_writes_nothing_where_another_preparation_has_begun(output, tmp_path):
     """Such as a worker that its scheduler had given up."""
     (tmp_path / "out" / ".parts").mkdir(parents=True)
     Output(output).put(PLAN, b"new")
-    with pytest.raises(TitaniteError, match="another preparation has begun or ended there meanwhile"):
-        Output(output, plan=digest(b"old")).put("train-00000.arrow", b"old")
+    late = Output(output, plan=digest(b"old"))
+    for act in (partial(late.put, "train-00000.arrow", b"old"), late.check_plan):
+        with pytest.raises(TitaniteError, match="another preparation has begun or ended there, or not all machines"):
+            act()
     assert contents(output) == {f"/{PLAN}": b"new"}
     Output(output, plan=digest(b"new")).put("train-00000.arrow", b"new")
 
@@ -187,16 +180,3 @@ def test_a_lost_scheduler_is_one_line_and_another_cluster_goes_on(
     other.add_workers(1)
     run(options, output, cluster=other.address)
     assert contents(output) == expected
-
-
-@pytest.mark.parametrize("package", ["numpy", "pyarrow", "tokenizers"])
-def test_code_is_other_code_with_another_version_of_a_package(package, monkeypatch):
-    before = workers.code_digest.__wrapped__()
-    monkeypatch.setattr(workers, "version", lambda name: "0" if name == package else version(name))
-    assert workers.code_digest.__wrapped__() != before
-
-
-def test_without_distributed_it_says_what_to_install(options, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(TitaniteError, match=r"distributed is not installed; .* pip install -r requirements-cluster"):
-        run(options, f"{tmp_path}/out", cluster="tcp://127.0.0.1:1")

@@ -3,7 +3,9 @@
 import itertools
 import json
 import re
+from functools import partial
 from importlib.util import find_spec
+from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from config import TitaniteError
 from data.chat import ChatTemplate, chat_of, read_conversation
-from data.packing import HIDDEN, TOKEN_BITS
+from data.packing import HIDDEN, START, TOKEN_BITS
 from data.prepare import main as prepare
 from data.prepare.tuning import Example, encode_conversation, use_template
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -90,13 +92,12 @@ def test_each_answer_is_trained_in_the_ids_of_transformers(source: str, trained:
 
 
 @pytest.mark.parametrize("silent", [0, 1])
-@pytest.mark.parametrize("last", ["", "{% if loop.last %}{{ eos_token }}{% endif %}"])
-def test_an_answer_of_weight_0_is_read_and_not_trained(silent: int, last: str) -> None:
-    ours = tokenizer(template("{{ m.content }}<|im_end|>" + last))
+def test_an_answer_of_weight_0_is_read_and_not_trained(silent: int) -> None:
+    ours = tokenizer(template("{{ m.content }}<|im_end|>{% if loop.last %}{{ eos_token }}{% endif %}"))
     turns: list[Any] = list(TURNS)
     turns[1 + 2 * silent] = turns[1 + 2 * silent] | {"weight": 0}
     example = encode_conversation(ours, turns)
-    assert trained_texts(ours, example) == [f"a{2 - silent}{END}" + ("<|endoftext|>" if last and not silent else "")]
+    assert trained_texts(ours, example) == [[f"a2{END}<|endoftext|>"], [f"a1{END}"]][silent]
     assert example.ids == encode_conversation(ours, TURNS).ids
 
 
@@ -170,25 +171,13 @@ def test_templates_that_cannot_be_used_say_why(source: str, said: str) -> None:
         encode_conversation(tokenizer(source), TURNS)
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        (PLAIN, None),
-        (template("{{ m.content }}", "{{ m.content }}<|im_end|>"), "learns to stop"),
-        (PLAIN.replace("assistant:{% endif %}", "assistant:<think>{% endif %}"), "<think>"),
-        ("{{ strftime_now('%Y') }}" + PLAIN, "asks for the day"),
-    ],
-)
-def test_what_a_template_costs_is_said_first(source: str, said: str | None) -> None:
-    day, warnings = use_template(tokenizer(""), source)
-    assert len(warnings) == bool(said)
-    assert not said or said in warnings[0]
-    assert bool(day) == ("strftime_now" in source)
-
-
-def test_a_template_without_marks_is_refused_with_where_marked_ones_are() -> None:
+def test_a_template_without_marks_is_refused_and_one_that_never_stops_is_told(caplog: Any) -> None:
     with pytest.raises(TitaniteError, match=r"--chat-template FILE; .*trl/chat_templates"):
         use_template(tokenizer(PLAIN.replace("{% generation %}", "").replace("{% endgeneration %}", "")), "")
+    use_template(tokenizer(""), PLAIN)
+    assert not caplog.messages
+    use_template(tokenizer(""), template("{{ m.content }}"))
+    assert "learns to stop" in caplog.text
 
 
 TRL = find_spec("trl")  # pip install --no-deps trl
@@ -224,22 +213,24 @@ def test_trl_s_marked_templates_give_its_ids_and_masks_or_a_refusal(file: Path) 
         assert (example.ids, example.trained) == (made["input_ids"], made["assistant_masks"])
 
 
-def test_special_tokens_are_looked_for_in_what_is_said() -> None:
+@pytest.mark.parametrize(
+    ("turn", "tool"),
+    [
+        ({"role": "user", "content": 'so <a"b>'}, TOOL),
+        (LAST | {"reasoning_content": 'so <a"b>'}, TOOL),
+        (CALLED | {"tool_calls": [{"function": {"name": "f", "arguments": {"x": ['<a"b>']}}}]}, TOOL),
+        (LAST, {"function": {"name": "f", "description": '<a"b>'}}),
+    ],
+)
+def test_special_tokens_are_looked_for_in_what_is_said(turn: Any, tool: Any) -> None:
     """Not in roles, keys or types, and as the text has them, not as JSON spells them."""
     raw = byte_tokenizer(*SPECIAL, "user", "function", "object", '<a"b>').raw
     ours = Tokenizer(raw, "<|endoftext|>", chat_template=WITH_TOOLS)
     asked = {"role": "user", "content": "who?"}
     encode_conversation(ours, [asked, CALLED, ANSWERED, LAST], [TOOL])
-    spelt = [
-        ([{"role": "user", "content": 'so <a"b>'}, LAST], None),
-        ([asked, LAST | {"reasoning_content": 'so <a"b>'}], None),
-        ([asked, {**CALLED, "tool_calls": [{"function": {"name": "f", "arguments": {"x": ['<a"b>']}}}]}], None),
-        ([asked, LAST], [{"function": {"name": "f", "description": '<a"b>'}}]),
-    ]
-    for turns, tools in spelt:
-        for encode in (lambda: encode_conversation(ours, turns, tools), lambda: chat_of(ours).encode(turns, tools)):  # noqa: B023
-            with pytest.raises(TitaniteError, match="spells out '<a\"b>'"):
-                encode()
+    for encode in (chat_of(ours).encode, partial(encode_conversation, ours)):
+        with pytest.raises(TitaniteError, match="spells out '<a\"b>'"):
+            encode([asked, turn, LAST], [tool])
 
 
 def test_calls_and_tools_that_are_json_text_become_objects() -> None:
@@ -251,26 +242,32 @@ def test_calls_and_tools_that_are_json_text_become_objects() -> None:
     assert tools == [TOOL]
 
 
-def test_the_special_tokens_that_a_folder_declares_are_those_of_transformers(tmp_path: Path) -> None:
+def test_template_and_special_tokens_of_a_folder_are_those_of_transformers(tmp_path: Path) -> None:
+    """Where tokenizer_config.json, an older file and chat templates with names hold them; in a dataset of it, too."""
     source = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|" + PLAIN
     declared = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": {"__type": "AddedToken", "content": "<s>"}}
     declared |= {"pad_token": "<|im_end|>", "model_max_length": 99, "eos_token": "<|endoftext|>"}
+    # Jinja may trim the spaces beside a tag.
+    named = [{"name": "tool_use", "template": f"\n {TOOLS}{source}\n "}, {"name": "default", "template": source + "\n"}]
     tokenizer("").save(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared | {"chat_template": source}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared | {"chat_template": named}))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"unk_token": {"content": "<|im_start|>"}}))
-    theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(TURNS, return_dict=False)
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TURNS}))
-    command = ["--source", str(tmp_path / "a.jsonl"), "--format=chat", "--seq-len=256", "--validation-fraction=0"]
+    rows = [{"messages": TURNS}, {"messages": TURNS, "tools": [TOOL]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["--source", str(tmp_path / "a.jsonl"), "--format=chat", "--seq-len=512", "--validation-fraction=0"]
     prepare([*command, "--tokenizer", str(tmp_path), "--output", str(tmp_path / "set")])
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    expected = [theirs.apply_chat_template(TURNS, tools=tools, return_dict=False) for tools in (None, [TOOL])]
     for folder in (tmp_path, tmp_path / "set"):
-        assert chat_of(load_tokenizer(folder)).encode(TURNS) == theirs
+        assert [chat_of(load_tokenizer(folder)).encode(TURNS, tools) for tools in (None, [TOOL])] == expected
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         assert (tmp_path / "set" / name).read_bytes() == (tmp_path / name).read_bytes()
-    assert AutoTokenizer.from_pretrained(tmp_path / "set").apply_chat_template(TURNS, return_dict=False) == theirs
-    row = stored_blocks(tmp_path / "set")[0][0][: len(theirs)]
-    assert [token & TOKEN_BITS for token in row] == theirs
+    ((row,),) = stored_blocks(tmp_path / "set")
+    starts = [place for place, token in enumerate(row) if token & START]
+    found = [[token & TOKEN_BITS for token in row[first:stop]] for first, stop in pairwise(starts)]
+    assert sorted(found) == sorted(expected)
     kept = [token & TOKEN_BITS for token in row if token < HIDDEN]
-    assert tokenizer("").raw.decode(kept, skip_special_tokens=False) == f"a1{END}a2{END}"
+    assert tokenizer("").raw.decode(kept, skip_special_tokens=False) == f"a1{END}a2{END}" * 2
 
 
 @pytest.mark.parametrize(

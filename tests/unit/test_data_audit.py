@@ -5,7 +5,6 @@ import random
 import re
 import secrets
 import shutil
-import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import pytest
 
 from checkpoint.branch import Parent, record_parent
 from config import TitaniteError, to_toml
-from data.ledger import read_ledger
 from data.loader import DataLoader
 from data.prepare.output import Output
 from data.prepare.writer import write_manifest, write_shard
@@ -121,23 +119,12 @@ def test_a_run_that_is_not_as_recorded_is_refused(run, rank, change, message):
         prove(run[0])
 
 
-def test_a_step_is_in_the_ledger_at_once_with_the_checksum_of_all_its_microbatches(folders, tmp_path):
-    sizes = {"training__seq_len": 8, "training__local_batch_size": 2, "training__global_batch_size": 6}
-    loader = DataLoader(data_config(*folders, **sizes), 0, 1)
-    loader.open_ledger(tmp_path, "id")
-    content = b"".join(batch.tokens.numpy().astype("<i8").tobytes() for batch in loader.next_step())
-    assert len(content) == 6 * 8 * 8
-    assert read_ledger(tmp_path / "data" / "rank-00000.jsonl")["id"].checksums == [zlib.crc32(content)]
-    loader.close()
-
-
 @pytest.mark.parametrize(
     ("change", "found"),
     [
         ({"samples": 0, "datasets": (16, 48)}, r"token 64, .*'{a}': 16, '{b}': 48}.* not .*'{a}': 32, '{b}': 32}"),
         ({"samples": 0, "datasets": (16, 80)}, r"token 96, .*'{a}': 16, '{b}': 80}.* not .*'{a}': 48, '{b}': 48}"),
         ({"samples": 11}, "token 88, .* not .*'{a}': 48"),
-        ({"samples": 13}, "token 104, .* not .*'{a}': 48"),
         ({"seed": 5}, r"token 96, .* \(\(5, 3\), .* not \(\(0, 3\), "),
     ],
 )
@@ -186,33 +173,24 @@ def test_a_run_that_was_killed_in_a_step_is_proven_up_to_it(folders, tmp_path):
         prove(run)
 
 
-def test_a_run_that_was_killed_in_its_first_step_proves_nothing(folders, tmp_path):
-    """Nor does a record of its end that was cut."""
-    run_phase(tmp_path / "run", folders, None, 1, dp_size=2)
-    (tmp_path / "run" / "exit.json").write_text('{"kind": "fini')
-    assert prove(tmp_path / "run")[0].startswith("1 steps, ")
-    rewrite(tmp_path / "run", 1, lambda lines: lines[:-1])
-    with pytest.raises(TitaniteError, match="no step is recorded on all of its 2 data-parallel ranks"):
-        prove(tmp_path / "run")
-
-
 @pytest.mark.parametrize(
-    ("ended", "ranks", "lines", "said"),
+    ("ended", "ranks", "said"),
     [
-        ({"kind": "finished", "step": 3, "last_checkpoint": None}, [0, 1], 1, "step 3 .* ledger ends with step 2"),
-        ({"kind": "stopped", "step": 3, "last_checkpoint": 3}, [1], 1, "rank 1 has no record of step 3"),
-        ({"kind": "lost", "step": 4, "last_checkpoint": 3}, [0], 1, "step 3 .* ledger ends with step 2"),
-        ({"kind": "failed", "step": 4, "last_checkpoint": 2}, [0, 1], 1, None),
+        ('{"kind": "finished", "step": 3, "last_checkpoint": null}', [0, 1], "step 3 .* ledger ends with step 2"),
+        ('{"kind": "stopped", "step": 3, "last_checkpoint": 3}', [1], "rank 1 has no record of step 3"),
+        ('{"kind": "lost", "step": 4, "last_checkpoint": 3}', [0], "step 3 .* ledger ends with step 2"),
+        ('{"kind": "failed", "step": 4, "last_checkpoint": 2}', [0, 1], None),
+        ('{"kind": "fini', [0, 1], None),  # a record that was cut
     ],
     ids=str,
 )
-def test_steps_that_are_missing_at_the_end_are_found(folders, tmp_path, ended, ranks, lines, said):
+def test_steps_that_are_missing_at_the_end_are_found(folders, tmp_path, ended, ranks, said):
     run = tmp_path / "run"
     run_phase(run, folders, None, 3, dp_size=2)
-    (run / "exit.json").write_text(json.dumps(ended))
+    (run / "exit.json").write_text(ended)
     assert prove(run)[0].startswith("3 steps")
     for rank in ranks:
-        rewrite(run, rank, lambda found: found[:-lines])
+        rewrite(run, rank, lambda found: found[:-1])
     if said is None:  # no record says that the third was trained
         assert prove(run)[0].startswith("2 steps")
     else:
@@ -225,14 +203,10 @@ def test_a_dataset_that_was_left_and_moved_is_found_where_the_config_names_it(fo
     state, _ = run_phase(run, [left, folders[1]], None, 3)
     run_phase(run, folders[1:], state, 3)
     lines = prove(run)
-    assert lines[0].startswith("6 steps, 192 tokens")
     assert [line.split(":")[0] for line in lines[2:]] == [str(left), str(folders[1])]
     name, moved = open_dataset(str(left)).hash, left.rename(tmp_path / "moved")
-    advice = f"this run has read dataset {name} at {left}: put it back, or name its new place in data.datasets"
-    with pytest.raises(TitaniteError, match=rf"left/manifest\.json: missing; .*{advice}"):
-        prove(run)
     write_dataset(left, [[[1, 2, 3, 0]] * 50])
-    with pytest.raises(TitaniteError, match=rf"left: holds dataset \w+; .*{advice}"):
+    with pytest.raises(TitaniteError, match=rf"left: holds dataset \w+; .* dataset {name} at {left}: .*data\.datasets"):
         prove(run)
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace(f'"{folders[1]}"', f'"{folders[1]}", "{moved}"'))

@@ -207,21 +207,6 @@ def test_sequences_grow_with_the_tokens_seen(folders):
     loader.close()
 
 
-def test_a_loader_goes_back_to_a_state(folders):
-    """Of two datasets with equal weights, whose samples are due at once: their order, not sorted here, decides."""
-    config = config_of(
-        sorted(folders[:2], key=lambda folder: open_dataset(str(folder)).hash, reverse=True),
-        data__weights=[1.0, 1.0], data__mask_documents=True, training__seq_len=7, training__local_batch_size=1,
-    )  # fmt: skip
-    loader = DataLoader(config, 0, 1)
-    global_samples([loader], 3)
-    state = stored(loader.state_dict())
-    expected = global_samples([loader], 6)
-    loader.load_state_dict(state)
-    assert global_samples([loader], 6) == expected
-    loader.close()
-
-
 def test_without_weights_datasets_are_drawn_in_proportion_to_their_tokens(tmp_path):
     """900 tokens and 300: of 80 samples of 10 tokens, 60 and 20."""
     sets = [write_dataset(tmp_path / f"{n}", [[[n] * 29 + [0]] * documents]) for n, documents in ((1, 10), (2, 30))]

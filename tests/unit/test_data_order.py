@@ -68,8 +68,3 @@ def test_mixture_does_not_depend_on_the_ranges_asked_for(weights, start, cuts):
     parts = [interleave(start + a, b - a, weights) for a, b in pairwise(bounds)]
     for i in range(2):
         assert np.concatenate([part[i] for part in parts]).tolist() == whole[i].tolist()
-    # every dataset's samples are taken one after the other
-    first = mixture_counts(start, weights)
-    for i in range(len(weights)):
-        own = whole[1][whole[0] == i]
-        assert own.tolist() == list(range(first[i], first[i] + len(own)))

@@ -1,12 +1,11 @@
 """Fine-tuning data: which tokens are trained, worked out by hand; packing; and datasets that verify and fit."""
 
-import csv
 import json
 import random
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers.processors import TemplateProcessing
 
-from config import Config, TitaniteError, from_dict, to_toml
+from config import Config, TitaniteError, from_dict
 from data.loader import IGNORED, DataLoader, validation_batches
 from data.packing import HIDDEN, START, TOKEN_BITS, pack
 from data.prepare import main as prepare
@@ -25,8 +23,6 @@ from data.prepare.tuning import encode_example
 from data.shards import DataError, open_dataset
 from data.tokenizer import Tokenizer
 from tests.corpus import documents_in, stored_blocks, word_tokenizer, write_dataset
-from tools.audit import checksums, list_documents, open_datasets, trained_steps
-from tools.verify import faults
 
 WORDS = ("<eos>", "<|u|>", "<|a|>", "<|end|>", "two", "plus", "is", "four", "five", "what", "?", "so")
 EOS, USER, ASSISTANT, END, TWO, PLUS, IS, FOUR, FIVE, WHAT, ASK, SO = range(len(WORDS))
@@ -53,24 +49,16 @@ def shown(tokens: Iterable[int]) -> list[tuple[int, bool]]:
     return [(int(token) & TOKEN_BITS, token < HIDDEN) for token in tokens]
 
 
-def prepared(folder: Path, tokenizer: Tokenizer, rows: list[Any], *options: str) -> Path:
+def prepared(folder: Path, tokenizer: Tokenizer, rows: list[Any], *options: str, kind: str = "jsonl") -> Path:
     """The dataset that data.prepare makes of these rows."""
     tokenizer.save(folder)
-    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [f"--source={folder}/a.jsonl", f"--tokenizer={folder}", f"--output={folder}/set"]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet")
+    else:
+        (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [f"--source={folder}/a.{kind}", f"--tokenizer={folder}", f"--output={folder}/set"]
     prepare([*command, "--validation-fraction=0", *options])
     return folder / "set"
-
-
-def encoded(values: list[Any], format: str, tokenizer: Tokenizer) -> list[tuple[int, bool]]:
-    """(id, whether it is trained) of the only example."""
-    return shown(encode_example(json.dumps(values), format, tokenizer))
-
-
-def begun_tokenizer() -> Tokenizer:
-    raw = tokenizer().raw
-    raw.post_processor = TemplateProcessing("<|u|> $A", special_tokens=[("<|u|>", USER)])
-    return Tokenizer(raw, "<eos>")
 
 
 def trained_from(first: int, *ids: int) -> list[tuple[int, bool]]:
@@ -82,38 +70,34 @@ def user(content: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("pair", "tokenizer", "expected"),
+    ("format", "values", "expected"),
     [
-        (["two plus two", " is four"], tokenizer(), trained_from(3, TWO, PLUS, TWO, IS, FOUR, EOS)),
+        ("sft", ["two plus two", " is four"], trained_from(3, TWO, PLUS, TWO, IS, FOUR, EOS)),
         # As TRL: one eos, not its characters.
-        (["two", " is<eos>"], tokenizer(), trained_from(1, TWO, IS, EOS)),
+        ("sft", ["two", " is<eos>"], trained_from(1, TWO, IS, EOS)),
         # Nothing comes before the first token.
-        (["", "is four"], tokenizer(), trained_from(1, IS, FOUR, EOS)),
-        (["two", " is"], begun_tokenizer(), trained_from(2, USER, TWO, IS, EOS)),
+        ("sft", ["", "is four"], trained_from(1, IS, FOUR, EOS)),
+        (
+            "chat",
+            [[ASKED, ANSWERED, user("so ?"), ANSWERED | {"content": "five"}]],
+            trained_from(5, USER, WHAT, ASK, END, ASSISTANT, FOUR, END)
+            + trained_from(5, USER, SO, ASK, END, ASSISTANT, FIVE, END),
+        ),
     ],
 )
-def test_only_responses_are_trained(pair: list[str], tokenizer: Tokenizer, expected: list[tuple[int, bool]]) -> None:
-    assert encoded(pair, "sft", tokenizer) == expected
-
-
-def test_only_answers_are_trained() -> None:
-    conversation = [ASKED, ANSWERED, user("so ?"), ANSWERED | {"content": "five"}]
-    first = trained_from(5, USER, WHAT, ASK, END, ASSISTANT, FOUR, END)
-    second = trained_from(5, USER, SO, ASK, END, ASSISTANT, FIVE, END)
-    assert encoded([conversation], "chat", tokenizer()) == first + second
+def test_only_responses_are_trained(format: str, values: list[Any], expected: list[tuple[int, bool]]) -> None:
+    assert shown(encode_example(json.dumps(values), format, tokenizer())) == expected
 
 
 @pytest.mark.parametrize(
     ("format", "row", "named"),
     [
-        ("sft", {"prompt": 3, "response": "two"}, "must be strings"),
         ("sft", {"prompt": "two", "response": " "}, "response is empty"),
         ("sft", {"prompt": "two"}, "it has prompt"),
+        ("sft", {"prompt": "two " * 9, "response": "so"}, "all longer than --seq-len"),
         ("sft", {"instruction": "two", "output": "four"}, "Alpaca"),
         ("chat", {"messages": [ASKED]}, "no message from the assistant"),
-        ("chat", {"messages": "two"}, "'two': must be a list of messages"),
         ("chat", {"messages": []}, "at least one"),
-        ("chat", {"messages": ["two"]}, 'must have a "role"'),
         ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 'a string "content"'),
         ("chat", {"messages": [ANSWERED | {"weight": 0.5}]}, "weight = 0.5"),
         ("chat", {"messages": [{"role": "assistant", "tool_calls": ["two"]}]}, "tool_calls: 'two'"),
@@ -123,40 +107,29 @@ def test_only_answers_are_trained() -> None:
         ("chat", {"messages": [ASKED, ANSWERED | {"content": " "}]}, "answer of the assistant is empty"),
         ("chat", {"conversations": [{"from": "human", "value": "a"}]}, "ShareGPT"),
         ("chat", {"prompt": [ASKED], "completion": [ANSWERED]}, "join prompt and completion"),
-        ("chat", {"instruction": "c", "output": "b"}, "--format sft"),
     ],
 )
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_that_cannot_be_used_are_refused_by_name(
     format: str, row: Any, named: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tokenizer().save(tmp_path)
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
-    words = [f"--source={tmp_path}/a.{kind}", f"--tokenizer={tmp_path}", f"--format={format}", "--seq-len=9"]
     with pytest.raises(SystemExit):
-        prepare([*words, f"--output={tmp_path}/set"])
+        prepared(tmp_path, tokenizer(), [row], f"--format={format}", "--seq-len=9", kind=kind)
     assert named in capsys.readouterr().err
     assert not (tmp_path / "set").exists()
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "parquet"])
-@pytest.mark.parametrize("response", ["response", "completion"])
-def test_pairs_are_read_by_either_name_from_every_kind_of_file(kind: str, response: str, tmp_path: Path) -> None:
-    rows = [{"prompt": "what, so ?", response: ' is "four"'}, {"prompt": "two", response: " plus"}]
-    file = tmp_path / f"a.{kind}"
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), file)
-    elif kind == "csv":
-        with file.open("w", newline="") as stream:
-            table = csv.DictWriter(stream, list(rows[0]))
-            table.writeheader()
-            table.writerows(rows)
-    else:
-        file.write_text(json.dumps(rows) if kind == "json" else "\n".join(map(json.dumps, rows)))
-    expected = [[row["prompt"], row[response]] for row in rows]
-    assert [json.loads(text) for text in documents_in(file, ["prompt", "response"], "sft")] == expected
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", 'completion,prompt\n" is ""four""","what, so ?"\n'),
+        ("a.json", '[{"prompt": "what, so ?", "response": " is \\"four\\""}]'),
+    ],
+)
+def test_pairs_are_read_by_either_name(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    (text,) = documents_in(tmp_path / name, ["prompt", "response"], "sft")
+    assert json.loads(text) == ["what, so ?", ' is "four"']
 
 
 def test_nulls_with_which_a_table_pads_its_objects_are_left_out(tmp_path: Path) -> None:
@@ -238,39 +211,17 @@ def test_batches_hold_whole_examples_each_seen_once_per_epoch(folder: Path) -> N
 
 
 def test_epochs_are_steps_and_a_set_that_holds_nothing_out_is_not_validated(
-    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    rows = open_dataset(str(folder / "set")).split("train").total_tokens // 32
     plain = write_dataset(tmp_path / "plain", [[[1] * 39 + [0]] * 40], vocab_size=64)  # 1,600 tokens, none held out
-    for values, steps, validates in (
-        ({"data": {"datasets": [str(folder / "set")], "mask_documents": True}}, -(-3 * rows // 4), True),
-        ({"data": {"datasets": [str(plain)]}}, 38, False),  # of 128 tokens each
-    ):
-        training = {"seq_len": 32, "local_batch_size": 4, "epochs": 3}
-        config = from_dict(values | {"training": training})
-        loader = DataLoader(config, 0, 1)
-        settled = loader.settle(config)
-        assert (settled.training.steps, settled.validation.enable) == (steps, validates)
-        loader.close()
-    assert "the data holds nothing out, so nothing is validated" in caplog.text
-
-
-def test_the_dataset_verifies_and_the_audit_rebuilds_its_batches(folder: Path) -> None:
-    dataset = open_dataset(str(folder / "set"))
-    assert list(faults(dataset)) == []
-    config = settings(folder)
+    training = {"seq_len": 32, "local_batch_size": 4, "epochs": 3}
+    config = from_dict({"data": {"datasets": [str(plain)]}, "training": training})
     loader = DataLoader(config, 0, 1)
-    loader.open_ledger(folder / "run", "id")
-    batches = [batch for _ in range(3) for batch in loader.next_step()]
-    steps, _ = trained_steps(folder / "run")
-    (folder / "run" / "config.toml").write_text(to_toml(config))
-    _, streams = open_datasets(folder / "run", steps)
-    for step, batch in zip(steps, batches, strict=True):
-        assert checksums(streams, step) == [zlib.crc32(batch.tokens.numpy().astype("<i8").tobytes())]
-    line = next(list_documents(folder / "run", range(3, 4)))
-    assert f': "w{batch.tokens[0, 0]} ' in line
+    settled = loader.settle(config)
+    assert (settled.training.steps, settled.validation.enable) == (38, False)  # of 128 tokens each
     loader.close()
+    assert "the data holds nothing out, so nothing is validated" in caplog.text
 
 
 @pytest.mark.parametrize("section", ["data", "validation"])
@@ -283,37 +234,22 @@ def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path, tmp_p
         DataLoader(from_dict(values | {"training": {"seq_len": 32}}), 0, 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--keys=q,a --seq-len=2", "no documents, or all longer than --seq-len"),
-        ("--keys=q --seq-len=32", "--keys q: "),
-        ("--keys=q,b --seq-len=32", "no value under 'q,b'; it has q, a"),
-    ],
-)
-def test_wrong_options_of_examples_are_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, said: str
-) -> None:
-    with pytest.raises(SystemExit):
-        prepared(tmp_path, tokenizer(), [{"q": "two plus", "a": " four"}], "--format=sft", *options.split())
-    assert said in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("truncate", "examples"), [(False, 1), (True, 2)])
-def test_long_examples_are_left_out_and_counted_or_cut(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], truncate: bool, examples: int
-) -> None:
-    """Those of which nothing trained would be left are left out."""
+@pytest.mark.parametrize(("truncate", "kept"), [(False, 1), (True, 2)])
+def test_long_examples_are_left_out_and_counted_or_cut(tmp_path: Path, truncate: bool, kept: int) -> None:
+    """Those of which nothing trained would be left are left out, and so are bad ones, each with its place."""
     questions = ["two", "what ?", "what ? so ?"]
-    rows = [{"prompt": question, "response": " is four"} for question in questions]
-    options = ["--format=sft", "--seq-len=4", *(["--truncate"] if truncate else [])]
-    (made,) = stored_blocks(prepared(tmp_path, tokenizer(), rows, *options))
+    rows: list[Any] = [{"prompt": question, "response": " is four"} for question in questions]
+    rows.insert(2, {"prompt": "two", "response": ""})
+    options = ["--format=sft", "--seq-len=4", "--skip-bad=1", *(["--truncate"] if truncate else [])]
+    folder = prepared(tmp_path, tokenizer(), rows, *options)
+    (made,) = stored_blocks(folder)
     expected = [trained_from(1, TWO, IS, FOUR, EOS), trained_from(2, WHAT, ASK, IS, FOUR)]
-    assert sorted(shown(row) for row in made) == sorted(expected[:examples])
-    said = capsys.readouterr().out
-    assert f"examples longer than 4 tokens, left out: {3 - examples}\n" in said
-    assert f"conversations or pairs 3, examples {examples}, trained tokens" in said
-    assert ("examples cut to 4 tokens: 1\n" in said) == truncate
+    assert sorted(shown(row) for row in made) == sorted(expected[:kept])
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    counts = [manifest[name] for name in ("conversations", "dropped", "truncated", "bad_records", "trained_tokens")]
+    assert counts == [3, 3 - kept, int(truncate), 1, 3 if not truncate else 5]
+    begin = sum(len(json.dumps(row)) + 1 for row in rows[:2])
+    assert (folder / "bad_records.log").read_text().startswith(f"{tmp_path}/a.jsonl, line at byte {begin}: ")
 
 
 def test_training_on_prepared_conversations_needs_no_transformers(tmp_path: Path) -> None:
@@ -337,39 +273,26 @@ def test_training_on_prepared_conversations_needs_no_transformers(tmp_path: Path
     assert ended.stderr.splitlines()[-1] == said
 
 
-def test_conversations_that_cannot_be_used_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good = [ASKED, ANSWERED]
-    bad = [[ASKED], [user("<eos>"), ANSWERED], [ANSWERED, ANSWERED, ASKED | {"role": 3}], []]
-    rows = [{"messages": messages} for messages in (good, *bad, good)]
-    folder = prepared(tmp_path, tokenizer(), rows, "--format=chat", "--seq-len=14", "--skip-bad=4")
-    assert "left out, listed in bad_records.txt: 4\n" in capsys.readouterr().out
-    places = [line.split(":")[0] for line in (folder / "bad_records.txt").read_text().splitlines()]
-    begins = [sum(len(json.dumps(row)) + 1 for row in rows[:number]) for number in (1, 2, 3, 4)]
-    assert sorted(places) == sorted(f"{tmp_path}/a.jsonl, line at byte {begin}" for begin in begins)
-    ((packed,),) = stored_blocks(folder)
-    assert sum(bool(token & START) for token in packed) == 2, "two examples, which fill the row"
-
-
 def test_a_mixture_has_the_template_of_its_conversations(tmp_path: Path) -> None:
     own = tokenizer()
-    text = {"plain": TEMPLATE + "{# plain #}", "bare": "", "one": TEMPLATE, "other": TEMPLATE + "{# another #}"}
+    text = {"plain": TEMPLATE + "{# plain #}", "one": TEMPLATE, "other": TEMPLATE + "{# another #}"}
     for name, template in text.items():
         own.chat_template = template
         row = {"text": "two so", "messages": [user("two"), ANSWERED | {"content": "so"}]}
-        options = [] if name in ("plain", "bare") else ["--format=chat", "--seq-len=32"]
+        options = [] if name == "plain" else ["--format=chat", "--seq-len=32"]
         (tmp_path / name).mkdir()
         prepared(tmp_path / name, own, [row] * 30, *options)
 
-    def mixture(*names: str) -> Any:
+    def loader_of(*names: str) -> DataLoader:
         data = {"datasets": [str(tmp_path / name / "set") for name in names], "mask_documents": True}
-        return from_dict({"data": data, "training": {"seq_len": 32}, "validation": {"enable": False}})
+        config = from_dict({"data": data, "training": {"seq_len": 32}, "validation": {"enable": False}})
+        return DataLoader(config, 0, 1)
 
-    for names in (("bare", "plain"), ("plain", "one"), ("other", "plain")):  # the plain set's own is its tokenizer's
-        loader = DataLoader(mixture(*names), 0, 1)
-        assert loader.tokenizer.chat_template == text[max(names, key=["bare", "plain", "one", "other"].index)]
-        loader.close()
+    for names in (("plain", "one"), ("other", "plain")):  # the plain set's own is its tokenizer's
+        with closing(loader_of(*names)) as loader:
+            assert loader.tokenizer.chat_template == text[min(names)]
     with pytest.raises(TitaniteError, match=r"other/set was made with another chat template than .*/one/set"):
-        DataLoader(mixture("plain", "one", "other"), 0, 1)
+        loader_of("plain", "one", "other")
     (tmp_path / "one" / "set" / "chat_template.jinja").write_text("another")
     with pytest.raises(DataError, match=r"chat_template\.jinja is not the one that made the data"):
-        DataLoader(mixture("one"), 0, 1)
+        loader_of("one")

@@ -2,7 +2,6 @@
 
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ def test_documents_have_the_bos_of_the_template_and_one_eos(texts: list[str], te
 def test_which_token_ends_a_document_and_which_template_a_tokenizer_has(texts: list[str], tmp_path: Path) -> None:
     """A template in a file of its own goes first, as in transformers."""
     with_template(texts, END, "$A").save(str(tmp_path / "tokenizer.json"))
-    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    several = [{"name": "rag", "template": "documents"}, {"name": "default", "template": "plain"}]
     cases: list[tuple[dict[str, Any], str, str]] = [
         ({}, "<|end_of_text|>", ""),
         ({"eos_token": {"content": "<|endoftext|>"}, "chat_template": "one"}, "<|endoftext|>", "one"),
@@ -186,18 +185,16 @@ def test_every_way_to_ids_is_that_of_transformers_on_the_model_s_folder(
         assert (tmp_path / "set" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_without_transformers_text_is_prepared_where_class_and_model_agree(texts: list[str], tmp_path: Path) -> None:
-    for tokenizer_class, model_type, said in (("GPT2Tokenizer", "olmo2", "olmo2"), ("GPT2Tokenizer", "gpt2", "")):
-        folder = tmp_path / model_type
-        write_model(folder, texts, tokenizer_class, model_type)
-        code = (
-            "import sys; sys.modules['transformers'] = None\n"
-            "from config import command_line; from data.tokenizer import load_tokenizer\n"
-            f"with command_line(): load_tokenizer({str(folder)!r})\n"
-        )
-        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-        assert ended.returncode == bool(said), ended.stderr
-        assert not said or (said in ended.stderr and len(ended.stderr.splitlines()) == 1)
+def test_a_model_s_tokenizer_is_refused_without_transformers(
+    texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files alone are read."""
+    write_model(tmp_path / "gpt2", texts, "GPT2Tokenizer", "gpt2")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(TitaniteError, match=r"gpt2: .*requirements-tuning"):
+        load_tokenizer(tmp_path / "gpt2")
+    (tmp_path / "gpt2" / "config.json").unlink()
+    load_tokenizer(tmp_path / "gpt2" / "tokenizer.json")
 
 
 def test_a_tokenizer_with_code_of_its_own_is_read_by_its_tokenizer_json(
