@@ -95,18 +95,12 @@ def _call(call: Any) -> Any:
 
 
 def _tools(tools: Any) -> list[Any] | None:
-    """Tools as objects. A table whose rows cannot differ in their keys holds their JSON."""
-    given = tools
-    if isinstance(tools, str) and tools.strip():
-        try:
-            tools = json.loads(tools)
-        except ValueError:
-            tools = [None]
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"tools = {repr(given)[:80]}: must be a list of objects, or its JSON")
-    return tools
+    """Tools as objects. A table whose rows cannot differ in their keys holds their JSON. Raises ValueError, too."""
+    if isinstance(tools, str):
+        tools = json.loads(tools or "null")
+    if tools and not all(isinstance(tool, dict) for tool in tools):
+        raise DataError(f"tools = {repr(tools)[:80]}: must be a list of objects, or its JSON")
+    return tools or None
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -10,7 +10,7 @@ import io
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -29,9 +29,11 @@ POSITIONS = {"text": "document at byte", "other": "document at byte", "jsonl": "
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 UNIT_BYTES = 4 * 2**20
 MOST_UNITS = 10_000  # about; a larger input gets larger units
-ROWS = 64  # Parquet rows converted to Python at once: more cost less per row, fewer take less memory
+ROWS = 64  # of a table converted to Python at once: more cost less per row, fewer take less memory
 READ_BYTES = 2**20
 ARROW_FILE = b"ARROW1"  # how one begins
+PARQUET_FILE = b"PAR1"
+HEADER_BYTES = 1024  # the longest that a kind of file has
 
 Located = Iterator[tuple[str, Any]]  # (place in the input, what is there)
 Records = Iterator[tuple[int, Any]]  # (byte or row in the file; text, a record or, if it is bad, an exception)
@@ -159,10 +161,8 @@ def _text(record: Any, keys: Sequence[str], format: str) -> str:
 def _records(file: File, kind: str, raw: Any, unit: Unit, columns: Sequence[str], separator: str) -> Records:
     """Yield (position, record) of everything in a unit's part of a file. Only DIVISIBLE kinds have a part to mind."""
     stream = decompressed(file, raw)
-    if kind == "parquet":
-        yield from _parquet_records(stream, unit, columns)
-    elif kind == "arrow":
-        yield from _arrow_records(stream, columns)
+    if kind in ("parquet", "arrow"):
+        yield from _table_records(stream, unit, columns)
     elif kind in DELIMITERS:
         yield from _csv_records(stream, DELIMITERS[kind])
     elif kind == "json":
@@ -226,43 +226,55 @@ def _decoded(content: bytes) -> str | ValueError:
         return error
 
 
-def _parquet_records(stream: Any, unit: Unit, columns: Sequence[str]) -> Records:
-    table = pq.ParquetFile(stream, page_checksum_verification=True)
-    names = table.schema_arrow.names
-    first = sum(table.metadata.row_group(i).num_rows for i in range(unit.start))
-    groups = list(range(unit.start, unit.stop or table.num_row_groups))
-    read = [name for name in names if name in columns]
-    yield from _table_records(table.iter_batches(ROWS, row_groups=groups, columns=read), names, first)
+def _table_records(stream: Any, unit: Unit, columns: Sequence[str]) -> Records:
+    """Yield (row, record) of a table. In columns that are not read the record has None."""
+
+    def choose(schema: pa.Schema) -> list[str]:
+        return [name for name in schema.names if name in columns]
+
+    for first, names, batch in table_batches(stream, unit, choose):
+        for number, row in enumerate(batch.to_pylist(), first):
+            # A table gives each object the keys of all; templates would print the nulls.
+            yield number, dict.fromkeys(names) | without_nulls(row)
 
 
-def _arrow_records(stream: Any, columns: Sequence[str]) -> Records:
-    file = open_arrow(stream)
-    read = [name for name in file.schema.names if name in columns]
+def table_batches(
+    stream: Any, unit: Unit, choose: Callable[[pa.Schema], list[str]]
+) -> Iterator[tuple[int, list[str], pa.RecordBatch]]:
+    """Yield (number of its first row, names of all columns, record batch) of a unit's part of Parquet or Arrow.
+
+    A batch has the columns that `choose` names. Raises ValueError for an Arrow stream.
+    """
     first = 0
-    for number in range(file.num_record_batches):
-        batch = file.get_batch(number)
-        few = [batch.slice(start, ROWS).select(read) for start in range(0, len(batch), ROWS)]
-        yield from _table_records(few, file.schema.names, first)
+    if header_of(stream).startswith(PARQUET_FILE):
+        parquet = pq.ParquetFile(stream, page_checksum_verification=True)
+        schema = parquet.schema_arrow
+        first = sum(parquet.metadata.row_group(i).num_rows for i in range(unit.start))
+        groups = list(range(unit.start, unit.stop or parquet.num_row_groups))
+        batches = parquet.iter_batches(ROWS, row_groups=groups, columns=choose(schema))
+    elif header_of(stream).startswith(ARROW_FILE):
+        arrow = pa.ipc.open_file(stream)
+        schema = arrow.schema
+        batches = _slices(arrow, choose(schema))
+    else:
+        raise ValueError("no Arrow file or Parquet; an Arrow stream becomes Parquet by Dataset.to_parquet")
+    for batch in batches:
+        yield first, schema.names, batch
         first += len(batch)
 
 
-def open_arrow(stream: Any) -> pa.ipc.RecordBatchFileReader:
-    """An Arrow file. Raises ValueError for an Arrow stream."""
-    magic = stream.read(len(ARROW_FILE))
+def _slices(arrow: pa.ipc.RecordBatchFileReader, columns: list[str]) -> Iterator[pa.RecordBatch]:
+    for number in range(arrow.num_record_batches):
+        batch = arrow.get_batch(number).select(columns)
+        for start in range(0, len(batch), ROWS):
+            yield batch.slice(start, ROWS)
+
+
+def header_of(stream: Any) -> bytes:
+    """The first HEADER_BYTES of a file."""
+    header = bytes(stream.read(HEADER_BYTES))
     stream.seek(0)
-    if magic != ARROW_FILE:
-        raise ValueError("no Arrow file; a stream, as datasets stores them, becomes Parquet by Dataset.to_parquet")
-    return pa.ipc.open_file(stream)
-
-
-def _table_records(batches: Iterable[pa.RecordBatch], names: Sequence[str], first: int = 0) -> Records:
-    """Yield (row, record) of batches with some of the columns `names`; in others the record has None."""
-    number = first
-    for batch in batches:
-        for row in batch.to_pylist():
-            # A table gives each object the keys of all; templates would print the nulls.
-            yield number, dict.fromkeys(names) | without_nulls(row)
-            number += 1
+    return header
 
 
 def _csv_records(stream: Any, delimiter: str) -> Records:

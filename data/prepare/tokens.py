@@ -11,20 +11,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from data.prepare.readers import ARROW_FILE, Unit, open_arrow
+from data.prepare.readers import ARROW_FILE, HEADER_BYTES, PARQUET_FILE, Unit, header_of, table_batches
 from data.prepare.sources import File, check_end, failures_of, kind_of, open_file
 from data.shards import DataError
 from data.tokenizer import Tokenizer
 
 DTYPES = ("uint8", "uint16", "uint32", "uint64")  # signed ones have the same bits
 READ_BYTES = 2**25  # searched for ends of documents at once; whole ids of every type
-ROWS_AT_ONCE = 1024  # of Parquet
 # First of the 256 integers before the tokens in files of llm.c and modded-nanogpt. The third is the number of tokens.
 MAGIC_NUMBERS = {20240520: "uint16", 20240801: "uint32"}
-HEADER_BYTES = 1024
-PARQUET_FILE = b"PAR1"  # how one begins
 ARROW_NAMES = (".arrow", ".feather", ".ipc")  # how the name of a stream ends, which is refused
 NPY_FILE = b"\x93NUMPY"
 NOWHERE = np.zeros(0, np.int64)
@@ -80,12 +76,11 @@ def _chunks(file: File, stream: Any, dtype: str, column: str) -> Chunks:
     """All ids of a file. Raises DataError if an option contradicts what the file is."""
     if kind_of(file.url)[1]:
         raise DataError(f"{file.url}: tokens are read from files that are not compressed")
-    header = stream.read(HEADER_BYTES)
-    stream.seek(0)
+    header = header_of(stream)
     if header.startswith((PARQUET_FILE, ARROW_FILE)) or file.url.lower().endswith(ARROW_NAMES):
         if dtype:
             raise DataError(f"{file.url}: --dtype {dtype} is for files of bare ids, a table says the type itself")
-        yield from _rows(file, stream, header.startswith(PARQUET_FILE), column)
+        yield from _rows(file, stream, column)
         return
     if column:
         raise DataError(f"{file.url}: --keys {column} is for Arrow and Parquet")
@@ -107,26 +102,18 @@ def _chunks(file: File, stream: Any, dtype: str, column: str) -> Chunks:
     check_end(file, stream, file.size)
 
 
-def _rows(file: File, stream: Any, is_parquet: bool, asked: str) -> Chunks:
+def _rows(file: File, stream: Any, asked: str) -> Chunks:
     """The rows of a table's column of lists."""
-    if is_parquet:
-        table = pq.ParquetFile(stream)
-        column = _token_column(file, table.schema_arrow, asked)
-        batches = table.iter_batches(ROWS_AT_ONCE, columns=[column])
-    else:
-        arrow = open_arrow(stream)
-        column = _token_column(file, arrow.schema, asked)
-        batches = map(arrow.get_batch, range(arrow.num_record_batches))
-    for batch in batches:
-        rows = batch.column(column)
+    for _, _, batch in table_batches(stream, Unit((file,)), partial(_token_columns, file, asked)):
+        rows = batch.column(0)
         ids = rows.flatten()
         if rows.null_count or ids.null_count:
-            raise DataError(f"{file.url}: column {column!r} holds null in place of ids")
+            raise DataError(f"{file.url}: column {batch.schema.names[0]!r} holds null in place of ids")
         lengths = pc.list_value_length(rows).to_numpy(zero_copy_only=False)
         yield ids.to_numpy(zero_copy_only=False), lengths.cumsum()
 
 
-def _token_column(file: File, schema: pa.Schema, asked: str) -> str:
+def _token_columns(file: File, asked: str, schema: pa.Schema) -> list[str]:
     """The name of the column of ids. Raises DataError that names what is there."""
     chosen = []
     for field in schema:
@@ -137,4 +124,4 @@ def _token_column(file: File, schema: pa.Schema, asked: str) -> str:
         there = ", ".join(f"{field.name} ({field.type})" for field in schema)
         wanted = f"--keys {asked or chosen}: must be one column of lists of integers"
         raise DataError(f"{file.url}: {wanted}; it has {there}")
-    return chosen[0]
+    return chosen

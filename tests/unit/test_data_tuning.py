@@ -94,14 +94,14 @@ def test_only_responses_are_trained(format: str, values: list[Any], expected: li
     [
         ("sft", {"prompt": "two", "response": " "}, "response is empty"),
         ("sft", {"prompt": "two"}, "it has prompt"),
-        ("sft", {"prompt": "two " * 9, "response": "so"}, "all longer than --seq-len"),
         ("sft", {"instruction": "two", "output": "four"}, "Alpaca"),
         ("chat", {"messages": [ASKED]}, "no message from the assistant"),
         ("chat", {"messages": []}, "at least one"),
         ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 'a string "content"'),
         ("chat", {"messages": [ANSWERED | {"weight": 0.5}]}, "weight = 0.5"),
         ("chat", {"messages": [{"role": "assistant", "tool_calls": ["two"]}]}, "tool_calls: 'two'"),
-        ("chat", {"messages": [ANSWERED], "tools": "two"}, "tools = 'two'"),
+        ("chat", {"messages": [ANSWERED], "tools": "two"}, "must be JSON"),
+        ("chat", {"messages": [ANSWERED], "tools": ["two"]}, "tools = ['two']"),
         ("chat", {"messages": [ASKED, ANSWERED], "system": "so"}, "system = 'so'"),
         ("chat", {"messages": [user("<eos>"), ANSWERED]}, "spells out '<eos>'"),
         ("chat", {"messages": [ASKED, ANSWERED | {"content": " "}]}, "answer of the assistant is empty"),
@@ -250,6 +250,12 @@ def test_long_examples_are_left_out_and_counted_or_cut(tmp_path: Path, truncate:
     assert counts == [3, 3 - kept, int(truncate), 1, 3 if not truncate else 5]
     begin = sum(len(json.dumps(row)) + 1 for row in rows[:2])
     assert (folder / "bad_records.log").read_text().startswith(f"{tmp_path}/a.jsonl, line at byte {begin}: ")
+
+
+def test_examples_that_are_all_too_long_make_no_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        prepared(tmp_path, tokenizer(), [{"prompt": "two " * 9, "response": "so"}], "--format=sft", "--seq-len=4")
+    assert "--seq-len" in capsys.readouterr().err
 
 
 def test_training_on_prepared_conversations_needs_no_transformers(tmp_path: Path) -> None:
