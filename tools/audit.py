@@ -258,12 +258,14 @@ def list_documents(run: Path, numbers: range) -> Iterator[str]:
         raise TitaniteError(f"--steps {numbers[0]}:{numbers.stop}: the run has steps 1 to {len(trained)}")
     steps = trained[numbers[0] - 1 : numbers[-1]]
     datasets, streams = open_datasets(run, steps)
-    tokenizer, read = datasets[0].tokenizer(), lru_cache(64)(Split.read)
+    tokenizer = datasets[0].tokenizer()
+    read = lru_cache(64)(Split.read)
     for number, step in zip(numbers, steps, strict=True):
         for sample, (stream, start, seq_len) in enumerate(located(streams, step)):
             split = stream.split
             for block, row, first, stop in stream.documents(start, seq_len):
-                (shard, of_shard), content = split.find(block), read(split, block)
+                shard, of_shard = split.find(block)
+                content = read(split, block)
                 text = tokenizer.decode(split.ids(content.values[content.offsets[row] :][first:stop]).tolist())
                 place = f"{split.files.url}/{shard.file} block {of_shard} row {row} tokens {first}:{stop}"
                 yield f"step {number} sample {sample}: {place}: {json.dumps(text, ensure_ascii=False)}"
