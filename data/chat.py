@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
@@ -135,14 +134,6 @@ def load_transformers(tokenizer: Tokenizer) -> Any:
         named["extra_special_tokens"] = extra
     given = {name: token for name, token in named.items() if token}
     return PreTrainedTokenizerFast(tokenizer_object=raw, clean_up_tokenization_spaces=False, **given)
-
-
-def transformers_version() -> str:
-    """The version of the package that tokenises. Raises TitaniteError if it is missing."""
-    try:
-        return version("transformers")
-    except PackageNotFoundError:
-        raise TitaniteError(NEEDED) from None
 
 
 class ChatTemplate:

@@ -6,6 +6,7 @@ botocore (a dependency of s3fs) directly: its blocking client on several threads
 per core than s3fs's one event loop, and lets us decide what to retry and for how long.
 """
 
+import io
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -200,7 +201,7 @@ def part_bytes(number: int) -> int:
     return PART_BYTES << number // 1000
 
 
-class _Upload:
+class _Upload(io.RawIOBase):
     """A file being written: parts sent while the next is filled, or one request if it is small."""
 
     def __init__(self, store: S3Store, name: str, threads: ThreadPoolExecutor) -> None:
@@ -211,10 +212,18 @@ class _Upload:
         self.sent: list[Future[dict[str, Any]]] = []
         self.part = bytearray()  # the next part
         self.filled_bytes = 0  # of it
+        self.written_bytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.written_bytes
 
     def write(self, data: Any) -> None:
         """Copy `data` into parts, and send those that are full."""
         rest = np.frombuffer(data, np.uint8)
+        self.written_bytes += len(rest)
         while len(rest):
             if not self.part:
                 self.part = bytearray(part_bytes(len(self.sent)))

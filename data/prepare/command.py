@@ -6,13 +6,14 @@ import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from config import command_line, file_errors
-from data.chat import load_transformers, transformers_version
+from data.chat import load_transformers
 from data.prepare import workers, writer
 from data.prepare.options import (
     TUNING,
@@ -119,7 +120,7 @@ def plan(
     if options.format in TUNING:
         load_transformers(tokenizer)  # what is missing is missing for every example
         facts |= {"dtype": "uint32", "packed_seq_len": options.seq_len, "kind": options.format}
-        facts["transformers"] = transformers_version()
+        facts["transformers"] = version("transformers")
     dtype = facts.get("dtype", writer.token_dtype(tokenizer.vocab_size))
     token_bytes: float = sum(map(_text_bytes, files))
     if options.format != "tokens":

@@ -1,7 +1,6 @@
 """Where a dataset is written: a folder or s3://, which all processes that prepare it share. Imports no torch."""
 
 import fcntl
-import io
 import re
 import secrets
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from config import file_errors
 from data.shards import DataError, digest
@@ -69,7 +68,7 @@ class Output:
         """A file that becomes `name` once the context ends well: whole, or not at all. Raises StoreError."""
         if self.folder is None:
             with self.store.create(name) as upload:
-                yield _Counted(upload)
+                yield upload
                 self.check_plan()
             return
         temporary = None
@@ -108,26 +107,6 @@ class Output:
                 except OSError:  # a file system without locks
                     pass
                 yield
-
-
-class _Counted(io.RawIOBase):
-    """An upload that knows how much was written, as Arrow asks it."""
-
-    def __init__(self, upload: IO[bytes]) -> None:
-        self._upload = upload
-        self._size = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        size = memoryview(data).nbytes
-        self._upload.write(data)
-        self._size += size
-        return size
-
-    def tell(self) -> int:
-        return self._size
 
 
 @lru_cache(maxsize=4)
