@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+MORE_TEMPLATES = "additional_chat_templates"  # a folder
 CONFIG = "tokenizer_config.json"
 OLDER_CONFIG = "special_tokens_map.json"
 SETTLED = "tokenizer_settled.json"  # what transformers makes of the others, where tokenizer.json says otherwise
@@ -161,6 +162,8 @@ def read_files(folder: Path, names: Iterable[str] = FILES) -> dict[str, bytes]:
     For a model of Hugging Face's, SETTLED is among them where it is needed: a tokenizer is settled where it enters.
     """
     files = {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
+    if (folder / MORE_TEMPLATES).is_dir():
+        log.warning(f"{folder}: {MORE_TEMPLATES} are not read, only {CHAT_TEMPLATE}; --chat-template takes another")
     if SETTLED not in files and TOKENIZER in files and (folder / MODEL_CONFIG).is_file():
         files |= _settle(folder, files)
     return files

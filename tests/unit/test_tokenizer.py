@@ -65,7 +65,9 @@ def test_documents_have_the_bos_of_the_template_and_one_eos(texts: list[str], te
         assert tokenizer.encode(text) == document[:-1]
 
 
-def test_which_token_ends_a_document_and_which_template_a_tokenizer_has(texts: list[str], tmp_path: Path) -> None:
+def test_which_token_ends_a_document_and_which_template_a_tokenizer_has(
+    texts: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """A template in a file of its own goes first, as in transformers."""
     with_template(texts, END, "$A").save(str(tmp_path / "tokenizer.json"))
     several = [{"name": "rag", "template": "documents"}, {"name": "default", "template": "plain"}]
@@ -79,8 +81,10 @@ def test_which_token_ends_a_document_and_which_template_a_tokenizer_has(texts: l
         tokenizer = load_tokenizer(tmp_path)
         assert (tokenizer.eos_token, tokenizer.chat_template) == (eos, template)
     (tmp_path / "chat_template.jinja").write_text("file")
+    (tmp_path / "additional_chat_templates").mkdir()
     tokenizer = load_tokenizer(tmp_path, "<|begin_of_text|>")
     assert (tokenizer.eos_token, tokenizer.chat_template) == ("<|begin_of_text|>", "file")
+    assert "additional_chat_templates are not read" in caplog.text
     with pytest.raises(TitaniteError, match=r"'<pad>'; .*<\|end_of_text\|>"):
         load_tokenizer(tmp_path, "<pad>")
 
