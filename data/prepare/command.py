@@ -55,14 +55,15 @@ def prepare(texts: Iterable[str | Mapping[str, Any]], output: str, **options: An
     """
     if "://" in output:
         raise DataError(f"output = {output}: texts are kept in the output folder meanwhile, so it must be a folder")
-    key = str(options.get("keys") or "text")
     kept = Path(output).absolute() / TEXTS
+    given = Options(source=(str(kept),), output=output, **options)
     with Output(output).locked(), written_whole(kept) as lines:
         for text in texts:
-            record = {key: text} if isinstance(text, str) else dict(text)
-            lines.write(json.dumps(record).encode() + b"\n")
+            if isinstance(text, str):
+                text = {given.columns[0]: text}
+            lines.write(json.dumps(dict(text)).encode() + b"\n")
     try:
-        return prepare_sources(Options(source=(str(kept),), output=output, **options))
+        return prepare_sources(given)
     finally:
         kept.unlink()
 

@@ -60,7 +60,7 @@ class Options:
     max_characters: Count = 0
     """Cut longer texts at line ends; without a number at 4,000 characters, 0: never."""
     dtype: Literal["", "uint8", "uint16", "uint32", "uint64"] = ""
-    """Type of tokens in files without a header: uint8, uint16, uint32 or uint64."""
+    """Type of tokens in files without a header: uint8, uint16, uint32 or uint64, also of signed ones."""
     seq_len: Count = 0
     """Tokens per row of packed examples; longer ones are left out, counted."""
     truncate: bool = False

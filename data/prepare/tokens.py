@@ -17,7 +17,6 @@ from data.prepare.sources import File, check_end, failures_of, kind_of, open_fil
 from data.shards import DataError
 from data.tokenizer import Tokenizer
 
-DTYPES = ("uint8", "uint16", "uint32", "uint64")  # signed ones have the same bits
 READ_BYTES = 2**25  # searched for ends of documents at once; whole ids of every type
 # First of the 256 integers before the tokens in files of llm.c and modded-nanogpt. The third is the number of tokens.
 MAGIC_NUMBERS = {20240520: "uint16", 20240801: "uint32"}
@@ -96,7 +95,7 @@ def _chunks(file: File, stream: Any, dtype: str, column: str) -> Chunks:
     if dtype not in ("", found):
         raise DataError(f"{file.url}: --dtype {dtype}: its header says {found}")
     if not found:
-        raise DataError(f"{file.url}: name the --dtype of its ids, one of {', '.join(DTYPES)}")
+        raise DataError(f"{file.url}: name the --dtype of its ids")
     for content in iter(partial(stream.read, READ_BYTES), b""):
         yield np.frombuffer(content, found), NOWHERE
     check_end(file, stream, file.size)
