@@ -19,7 +19,7 @@ import torch.distributed as dist
 from config import Config, ConfigError, flatten
 from data.ledger import Ledger, build_phases, count_steps, first_position, phase_at, saved_position
 from data.packing import PackedRows
-from data.shards import DataError, Split, check_datasets, content_hash, open_dataset, with_chat_template
+from data.shards import DataError, Split, check_datasets, digest, open_dataset, with_chat_template
 from data.stream import Stream
 from data.tokenizer import TOKENIZER, Tokenizer, load_tokenizer
 
@@ -101,7 +101,7 @@ class DataLoader:
         facts = {key: str(value) for key, value in flatten(self._config).items()}
         facts["data.datasets"] = str([dataset.hash for dataset in self._datasets])
         facts["validation.datasets"] = str([dataset.hash for dataset in self._held_out])
-        answers = [content_hash(place, self._config) for place in self._config.validation.answers]
+        answers = [digest(Path(file).read_bytes()) for file in self._config.validation.answers]
         facts["validation.answers"] = str(answers)
         for key in OF_THE_NODE:
             del facts[key]

@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -170,13 +169,6 @@ def open_dataset(url: str, config: Config | None = None) -> Dataset:
         kind=manifest.get("kind", ""),
         tokenizer_files=manifest["tokenizer_files"],
     )
-
-
-def content_hash(place: str, config: Config) -> str:
-    """What tells the content of a file, or of a dataset, from another. Raises DataError, StoreError."""
-    if Path(place).is_file():
-        return digest(Path(place).read_bytes())
-    return open_dataset(place, config).hash
 
 
 def _parse_manifest(text: bytes, name: str) -> dict[str, Any]:
