@@ -1,7 +1,6 @@
 """Chat templates, rendered and tokenised by transformers, and the conversations that they take."""
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -73,8 +72,8 @@ def _message(given: Any) -> Message:
         message["tool_calls"] = [_call(call) for call in message["tool_calls"]]
     if not (isinstance(message.get("role"), str) and isinstance(message.get("content"), str)):
         raise DataError(f'message {repr(given)[:80]}: must have a "role" and a string "content"')
-    if message.get("weight", 1) not in (0, 1):
-        raise DataError(f"weight = {message['weight']!r}: must be 1, or 0 for an answer not to be trained")
+    if message.get("weight", 1) != 1:
+        raise DataError(f"weight = {message['weight']!r}: must be 1, as every answer is trained")
     return message
 
 
@@ -145,11 +144,6 @@ class ChatTemplate:
         added = self._theirs.added_tokens_decoder
         self.added = frozenset(added)  # ids
         self._special = [token.content for token in added.values() if token.special]
-
-    @property
-    def is_marked(self) -> bool:
-        """Whether it says which text is the assistant's."""
-        return re.search(r"{%-?\s*generation\s*-?%}", self.source) is not None
 
     def render(self, messages: Sequence[Message], tools: Any = None, *, add_generation_prompt: bool = False) -> str:
         """The conversation as text, with a generation prompt up to where an answer begins."""

@@ -20,11 +20,10 @@ from data.prepare.options import (
     VOCAB_SIZE,
     Options,
     check_files,
-    check_is_new,
     check_options,
     parse_options,
 )
-from data.prepare.output import BAD_RECORDS, Output
+from data.prepare.output import BAD_RECORDS, MANIFEST, Output
 from data.prepare.passes import Preparation, run_passes, tokenised
 from data.prepare.readers import UNIT_BYTES, Tally, Unit, documents, plan_units
 from data.prepare.sources import File, kind_of, list_files
@@ -42,7 +41,6 @@ TOLD = {
     "bad_records": f"bad records left out, listed in {BAD_RECORDS}",
     "conversations": "conversations or pairs",
     "dropped": "of those longer than --seq-len, left out",
-    "truncated": "cut to --seq-len",
     "trained_tokens": "trained tokens",
 }
 log = logging.getLogger(__name__)
@@ -72,7 +70,9 @@ def prepare_sources(options: Options) -> dict[str, Any]:
     """Prepare a dataset and return its manifest. Raises DataError, TitaniteError."""
     check_options(options)
     output = Output(options.output if "://" in options.output else os.path.abspath(options.output))
-    check_is_new(output)
+    if output.read_if_there(MANIFEST, 0, 1) is not None:
+        advice = "name another --output, or remove its manifest.json to replace it"
+        raise DataError(f"{output.url}: already holds a finished dataset; {advice}")
     with workers.connected(options.cluster) as client:
         files = list_files(options.source)
         check_files(options, files)

@@ -12,7 +12,6 @@ import msgspec
 from msgspec import Meta
 
 from config import Count, FolderOrS3, close_match, kind_name
-from data.prepare.output import Output
 from data.prepare.sources import File, has_keys
 from data.prepare.writer import LARGEST_SHARD_MB
 from data.shards import DataError
@@ -29,7 +28,6 @@ ONLY_FOR = {
     "max_characters": ("text",),
     "dtype": ("tokens",),
     "seq_len": TUNING,
-    "truncate": TUNING,
     "chat_template": ("chat",),
 }
 NO_PART_OF_THE_PLAN = ("source", "output", "tokenizer", "skip_bad", "processes", "cluster")
@@ -63,8 +61,6 @@ class Options:
     """Type of tokens in files without a header: uint8, uint16, uint32 or uint64, also of signed ones."""
     seq_len: Count = 0
     """Tokens per row of packed examples; longer ones are left out, counted."""
-    truncate: bool = False
-    """Cut longer examples at the end of a row, not leave them out."""
     chat_template: str = ""
     """File with a Jinja template that marks what the assistant says; default: the tokenizer's."""
     validation_fraction: Share = 0.02
@@ -111,8 +107,6 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
             given["nargs"] = "+"
         elif get_origin(kinds[name]) is Literal:
             del given["type"]
-        elif kinds[name] is bool:
-            given = {"action": "store_true"}
         elif name == "max_characters":
             given |= {"nargs": "?", "const": PIECE_CHARACTERS}
         if given.get("default"):
@@ -154,13 +148,6 @@ def check_options(options: Options) -> None:
         refuse("vocab_size", "must be at least 257: bytes and eos")
     if options.format in TUNING and options.seq_len < 2:
         refuse("seq_len", "must be at least 2, the later training.seq_len")
-
-
-def check_is_new(output: Output) -> None:
-    """Raises DataError for a finished dataset, which is never replaced."""
-    if output.is_finished():
-        advice = "name another --output, or remove its manifest.json to replace it"
-        raise DataError(f"{output.url}: already holds a finished dataset; {advice}")
 
 
 def check_files(options: Options, files: Sequence[File]) -> None:

@@ -49,9 +49,6 @@ class Output:
             return self.store.folder
         return None
 
-    def is_finished(self) -> bool:
-        return self.read_if_there(MANIFEST, 0, 1) is not None
-
     def read_if_there(self, name: str, offset: int = 0, size: int | None = None) -> memoryview | None:
         """Asks for the file itself, as a listing may lag behind."""
         try:

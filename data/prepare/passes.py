@@ -32,7 +32,7 @@ from data.shards import DataError, Shard, digest, token_type
 from data.tokenizer import FILES, Tokenizer, parse_tokenizer
 from storage import Store
 
-COUNTED = ("conversations", "trained_tokens", "dropped", "truncated")  # of examples, in the manifest
+COUNTED = ("conversations", "trained_tokens", "dropped")  # of examples, in the manifest
 BATCH_BYTES = 2**20  # text per tokenizer call: its tokens are Python integers at first, and few fit the caches
 HELD_BYTES = 128 * 2**20  # of tokens that a process holds before it writes them
 PARTS_LAYOUT = 4  # changes with what parts hold: those of an earlier version are not used
@@ -267,15 +267,11 @@ def _example(options: Options, tokenizer: Tokenizer, document: Document, tally: 
         tally.reject(document.place, str(error))
         return nothing
     tally.counts["conversations"] += 1
-    row = example[: options.seq_len]
-    is_long = len(example) > len(row)
-    trained = int((row < HIDDEN).sum())
-    if not trained or (is_long and not options.truncate):
+    if len(example) > options.seq_len:
         tally.counts["dropped"] += 1
         return nothing
-    tally.counts["truncated"] += is_long
-    tally.counts["trained_tokens"] += trained
-    return row
+    tally.counts["trained_tokens"] += int((example < HIDDEN).sum())
+    return example
 
 
 def _write_part(preparation: Preparation, name: str, held: pa.RecordBatch) -> None:

@@ -173,7 +173,7 @@ def _records(file: File, kind: str, raw: Any, unit: Unit, columns: Sequence[str]
         yield from _texts(stream.read().removeprefix(codecs.BOM_UTF8), separator)
     else:
         raise DataError(f"{file.url}: KINDS has {kind!r}, which no branch of _records in data/prepare/readers.py reads")
-    if kind in ("text", "other", "jsonl", *DELIMITERS):
+    if kind not in ("parquet", "arrow"):
         check_end(file, raw, unit.stop or file.size)
 
 
@@ -246,13 +246,14 @@ def table_batches(
     A batch has the columns that `choose` names. Raises ValueError for an Arrow stream.
     """
     first = 0
-    if header_of(stream).startswith(PARQUET_FILE):
+    header = header_of(stream)
+    if header.startswith(PARQUET_FILE):
         parquet = pq.ParquetFile(stream, page_checksum_verification=True)
         schema = parquet.schema_arrow
         first = sum(parquet.metadata.row_group(i).num_rows for i in range(unit.start))
         groups = list(range(unit.start, unit.stop or parquet.num_row_groups))
         batches = parquet.iter_batches(ROWS, row_groups=groups, columns=choose(schema))
-    elif header_of(stream).startswith(ARROW_FILE):
+    elif header.startswith(ARROW_FILE):
         arrow = pa.ipc.open_file(stream)
         schema = arrow.schema
         batches = _slices(arrow, choose(schema))
@@ -270,9 +271,9 @@ def _slices(arrow: pa.ipc.RecordBatchFileReader, columns: list[str]) -> Iterator
             yield batch.slice(start, ROWS)
 
 
-def header_of(stream: Any) -> bytes:
+def header_of(stream: Any) -> Any:
     """The first HEADER_BYTES of a file."""
-    header = bytes(stream.read(HEADER_BYTES))
+    header = stream.read(HEADER_BYTES)
     stream.seek(0)
     return header
 

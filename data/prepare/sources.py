@@ -111,12 +111,11 @@ def check_end(file: File, raw: Any, stop: int) -> None:
 
 def _find(source: str) -> Iterator[tuple[str, File]]:
     """Yield (what identifies the file, file) of a source."""
-    scheme, separator, path = source.partition("://")
     if source == "stdlib":
         return _stdlib_files()
-    if separator and scheme not in ("file", "local"):
+    if "://" in source:
         return _remote_files(source)
-    return _local_files(path or source)
+    return _local_files(source)
 
 
 def _stdlib_files() -> Iterator[tuple[str, File]]:

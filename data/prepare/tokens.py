@@ -36,12 +36,11 @@ def token_documents(
     Raises DataError for a file that cannot be read, or in which nothing ends a document.
     """
     for file in unit.files:
-        count = 0  # of ids before those at hand
         is_divided = False
         unfinished: list[np.ndarray] = []
         with failures_of(f"{file.url}: cannot be read"), open_file(file) as stream:
             for ids, ends in _chunks(file, stream, dtype, column):
-                _check_ids(file, ids, count, tokenizer.vocab_size)
+                _check_ids(file, ids, tokenizer.vocab_size)
                 stops = np.union1d(ends, np.flatnonzero(ids == tokenizer.eos_id) + 1)
                 *ended, rest = np.split(ids.astype(np.uint32), stops)
                 for end in ended:
@@ -49,9 +48,8 @@ def token_documents(
                     unfinished = []
                 unfinished.append(rest)
                 is_divided = is_divided or bool(ended)
-                count += len(ids)
-        if count and not is_divided:
-            what = f"none of its {count} ids ends a document, as {tokenizer.eos_id} would"
+        if unfinished and not is_divided:
+            what = f"none of its ids ends a document, as {tokenizer.eos_id} would"
             raise DataError(f"{file.url}: {what}; see --eos-token and --dtype")
         yield file.url, _whole([NOWHERE, *unfinished], tokenizer.eos_id)
 
@@ -63,12 +61,12 @@ def _whole(chunks: list[np.ndarray], eos_id: int) -> np.ndarray:
     return np.append(ids, np.uint32(eos_id)) if len(ids) else ids
 
 
-def _check_ids(file: File, ids: np.ndarray, first: int, vocab_size: int) -> None:
-    """Raises DataError naming the first id that is not in the vocabulary. `first`: how many came before `ids`."""
-    bad = (ids < 0) | (ids >= vocab_size)
-    if bad.any():
-        what = f"id {ids[bad][0]} is not in the tokenizer's vocabulary of {vocab_size}, read as {ids.dtype}"
-        raise DataError(f"{file.url}: token {first + bad.argmax()}: {what}; see --dtype and --keys")
+def _check_ids(file: File, ids: np.ndarray, vocab_size: int) -> None:
+    """Raises DataError naming an id that is not in the vocabulary."""
+    bad = ids[(ids < 0) | (ids >= vocab_size)]
+    if len(bad):
+        what = f"id {bad[0]} is not in the tokenizer's vocabulary of {vocab_size}, read as {ids.dtype}"
+        raise DataError(f"{file.url}: {what}; see --dtype and --keys")
 
 
 def _chunks(file: File, stream: Any, dtype: str, column: str) -> Chunks:

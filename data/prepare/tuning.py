@@ -54,15 +54,12 @@ def encode_example(text: str, format: str, tokenizer: Tokenizer) -> np.ndarray:
     """The tokens of an example, uint32 with the bits of data.packing.
 
     `text` is a JSON list: of format "sft" [prompt, response], of "chat" [messages] or [messages, tools]. The first
-    token is never trained, since nothing comes before it. Raises TitaniteError quoting the text.
+    token is never trained, since nothing comes before it. Raises TitaniteError.
     """
     values = json.loads(text)
-    try:
-        if format == "sft":
-            return marked(*encode_pair(tokenizer, *values))
-        return marked(*encode_conversation(tokenizer, *values))
-    except TitaniteError as error:
-        raise TitaniteError(f"{error}; in the example {text[:100]}") from None
+    if format == "sft":
+        return marked(*encode_pair(tokenizer, *values))
+    return marked(*encode_conversation(tokenizer, *values))
 
 
 def encode_pair(tokenizer: Tokenizer, prompt: Any, response: Any) -> Example:
@@ -82,7 +79,7 @@ def encode_pair(tokenizer: Tokenizer, prompt: Any, response: Any) -> Example:
 
 
 def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message], tools: Any = None) -> Example:
-    """The conversation in transformers' ids. Trained is what the template marks, but for answers of weight 0.
+    """The conversation in transformers' ids. Trained is what the template marks.
 
     Refuses what the template does not print, and an answer that reads otherwise once another turn follows: the model
     would be trained on text that it is never asked to continue. Raises TitaniteError.
@@ -90,10 +87,10 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message], tools
     template = chat_of(tokenizer)
     template.check_spelling(messages, tools)
     answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    if not any(messages[place].get("weight", 1) for place in answers):
-        raise TitaniteError("no message from the assistant, or all of weight 0, so nothing to train")
-    for message in messages:
-        if message["role"] == "assistant" and not (message["content"].strip() or message.get("tool_calls")):
+    if not answers:
+        raise TitaniteError("no message from the assistant, so nothing to train")
+    for place in answers:
+        if not (messages[place]["content"].strip() or messages[place].get("tool_calls")):
             raise TitaniteError("an answer of the assistant is empty, so there is nothing to train")
     _check_printed(template, messages, tools)
     ids, trained = template.encode_with_mask(messages, tools)
@@ -105,13 +102,11 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message], tools
         if not template.added.issuperset(seen[stop:end]):  # more than the token that ends a whole conversation
             what = f"changes message {place + 1} once others follow, such as its thoughts or its end"
             raise TitaniteError(f"chat template: {what}, so it cannot be trained; {ADVICE}")
-        while stop < len(ids) and trained[stop]:
-            stop += 1
-        if not messages[place].get("weight", 1):
-            trained[start:stop] = [False] * (stop - start)
-        elif not any(trained[start:stop]):
+        if not any(trained[start:stop]):
             raise TitaniteError(f"chat template: marks no token of the answer that is message {place + 1}; {ADVICE}")
-        start = max(start, stop)
+        start = stop
+        while start < len(ids) and trained[start]:
+            start += 1
     return Example(ids, trained)
 
 
@@ -161,10 +156,10 @@ def use_template(tokenizer: Tokenizer, template: str) -> None:
     """
     tokenizer.chat_template = template or tokenizer.chat_template or BUILT_IN
     own = chat_of(tokenizer)
-    if not own.is_marked:
-        needed = "has no {% generation %} marks, which say what is trained"
-        raise TitaniteError(f"the chat template {needed}: give --chat-template FILE; {MARKED_ONES}")
     ids, trained = own.encode_with_mask([ASKED, ANSWERED])
     learnt = {token for token, is_trained in zip(ids, trained, strict=True) if is_trained}
+    if not learnt:
+        needed = "has no {% generation %} marks, which say what is trained"
+        raise TitaniteError(f"the chat template {needed}: give --chat-template FILE; {MARKED_ONES}")
     if not own.stop_ids & learnt:
         log.warning("the chat template marks no special token that ends an answer, so no model learns to stop")

@@ -18,7 +18,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from config import TitaniteError
 from data.prepare.output import Output
 from data.shards import DataError
 
@@ -132,10 +131,7 @@ def check_workers(output: Output, client: Any) -> None:
     for worker, fault in sorted(faults.items()):
         if fault is None or isinstance(fault, OSError):  # it has died meanwhile, and others do its work
             continue
-        advice = ""
-        if not isinstance(fault, TitaniteError):  # most likely its import
-            advice = "; PYTHONPATH must be this command's folder there"
-        raise DataError(f"worker {worker}: {fault}{advice}")
+        raise DataError(f"worker {worker}: {fault}")
 
 
 def _check_here(output: Output, digest: str) -> None:

@@ -51,11 +51,7 @@ def is_held_out(content: bytes, validation_fraction: float) -> bool:
 def remove_dataset(output: Output) -> None:
     """Remove a dataset's files and parts, and nothing else: a folder may hold the user's own files."""
     remove_parts(output)
-    if output.folder is not None:
-        names = [file.name for file in output.folder.iterdir()]
-    else:
-        names = list(output.store.sizes())
-    output.store.remove([name for name in names if is_own(name)])
+    output.store.remove([name for name in output.store.sizes() if is_own(name)])
 
 
 def remove_parts(output: Output) -> None:

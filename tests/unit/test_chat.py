@@ -91,16 +91,6 @@ def test_each_answer_is_trained_in_the_ids_of_transformers(source: str, trained:
     assert (example.ids, example.trained) == (made["input_ids"], made["assistant_masks"])
 
 
-@pytest.mark.parametrize("silent", [0, 1])
-def test_an_answer_of_weight_0_is_read_and_not_trained(silent: int) -> None:
-    ours = tokenizer(template("{{ m.content }}<|im_end|>{% if loop.last %}{{ eos_token }}{% endif %}"))
-    turns: list[Any] = list(TURNS)
-    turns[1 + 2 * silent] = turns[1 + 2 * silent] | {"weight": 0}
-    example = encode_conversation(ours, turns)
-    assert trained_texts(ours, example) == [[f"a2{END}<|endoftext|>"], [f"a1{END}"]][silent]
-    assert example.ids == encode_conversation(ours, TURNS).ids
-
-
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": None, "y": "é"}}}
 OTHER = {"type": "function", "function": {"name": "g", "arguments": {}}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

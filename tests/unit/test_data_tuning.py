@@ -98,7 +98,7 @@ def test_only_responses_are_trained(format: str, values: list[Any], expected: li
         ("chat", {"messages": [ASKED]}, "no message from the assistant"),
         ("chat", {"messages": []}, "at least one"),
         ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 'a string "content"'),
-        ("chat", {"messages": [ANSWERED | {"weight": 0.5}]}, "weight = 0.5"),
+        ("chat", {"messages": [ANSWERED | {"weight": 0}]}, "weight = 0"),
         ("chat", {"messages": [{"role": "assistant", "tool_calls": ["two"]}]}, "tool_calls: 'two'"),
         ("chat", {"messages": [ANSWERED], "tools": "two"}, "must be JSON"),
         ("chat", {"messages": [ANSWERED], "tools": ["two"]}, "tools = ['two']"),
@@ -234,21 +234,17 @@ def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path, tmp_p
         DataLoader(from_dict(values | {"training": {"seq_len": 32}}), 0, 1)
 
 
-@pytest.mark.parametrize(("truncate", "kept"), [(False, 1), (True, 2)])
-def test_long_examples_are_left_out_and_counted_or_cut(tmp_path: Path, truncate: bool, kept: int) -> None:
-    """Those of which nothing trained would be left are left out, and so are bad ones, each with its place."""
-    questions = ["two", "what ?", "what ? so ?"]
-    rows: list[Any] = [{"prompt": question, "response": " is four"} for question in questions]
-    rows.insert(2, {"prompt": "two", "response": ""})
-    options = ["--format=sft", "--seq-len=4", "--skip-bad=1", *(["--truncate"] if truncate else [])]
-    folder = prepared(tmp_path, tokenizer(), rows, *options)
-    (made,) = stored_blocks(folder)
-    expected = [trained_from(1, TWO, IS, FOUR, EOS), trained_from(2, WHAT, ASK, IS, FOUR)]
-    assert sorted(shown(row) for row in made) == sorted(expected[:kept])
+def test_long_examples_are_left_out_and_counted(tmp_path: Path) -> None:
+    """And so are bad ones, each with its place."""
+    rows: list[Any] = [{"prompt": question, "response": " is four"} for question in ("two", "what ?")]
+    rows.insert(1, {"prompt": "two", "response": ""})
+    folder = prepared(tmp_path, tokenizer(), rows, "--format=sft", "--seq-len=4", "--skip-bad=1")
+    ((row,),) = stored_blocks(folder)
+    assert shown(row) == trained_from(1, TWO, IS, FOUR, EOS)
     manifest = json.loads((folder / "manifest.json").read_bytes())
-    counts = [manifest[name] for name in ("conversations", "dropped", "truncated", "bad_records", "trained_tokens")]
-    assert counts == [3, 3 - kept, int(truncate), 1, 3 if not truncate else 5]
-    begin = sum(len(json.dumps(row)) + 1 for row in rows[:2])
+    counts = [manifest[name] for name in ("conversations", "dropped", "bad_records", "trained_tokens")]
+    assert counts == [2, 1, 1, 3]
+    begin = len(json.dumps(rows[0])) + 1
     assert (folder / "bad_records.log").read_text().startswith(f"{tmp_path}/a.jsonl, line at byte {begin}: ")
 
 
