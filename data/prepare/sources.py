@@ -140,7 +140,8 @@ def _local_files(source: str) -> Iterator[tuple[str, File]]:
 
 
 def _described(path: str) -> File:
-    return File(path, os.stat(path).st_size, str(os.stat(path).st_mtime_ns))
+    about = os.stat(path)
+    return File(path, about.st_size, str(about.st_mtime_ns))
 
 
 def _names_below(top: str) -> Iterator[str]:
