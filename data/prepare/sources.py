@@ -149,7 +149,7 @@ def _names_below(top: str) -> Iterator[str]:
     for folder, below, names in os.walk(top, onerror=_raise):
         left_out = [name for name in below if name.startswith(".") or os.path.islink(f"{folder}/{name}")]
         below[:] = set(below).difference(left_out)
-        for name in [*names, *left_out]:
+        for name in names + left_out:
             yield os.path.join(folder, name)
 
 
