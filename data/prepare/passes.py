@@ -118,7 +118,7 @@ def _start_or_go_on(preparation: Preparation, tokenizer: Tokenizer) -> None:
     if output.read_if_there(PLAN) != record:
         writer.remove_dataset(output)
         if output.folder is not None:
-            (output.folder / PARTS).mkdir()
+            (output.folder / PARTS).mkdir(exist_ok=True)
         output.put(PLAN, record)
     tokenizer.save(preparation.url)
 

@@ -1,8 +1,7 @@
-"""Write, replace and remove the files of a prepared dataset, which data.shards describes. Imports no torch."""
+"""Write and remove the files of a prepared dataset, which data.shards describes. Imports no torch."""
 
 import hashlib
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from isal import isal_zlib
 from data.prepare.output import BLOCKS, MANIFEST, PARTS, PLAN, Output, is_own
 from data.shards import FORMAT, INDEX_SCHEMA, VERSION, DataError, Shard, digest, seal, token_schema
 from data.tokenizer import Tokenizer
-from storage import S3Store
 
 LARGEST_SHARD_MB = 2048  # twice as much would be more tokens than Arrow's lists can count
 Rows = Sequence[tuple[int, ...]] | np.ndarray  # of a shard in blocks.arrow, in the order of INDEX_SCHEMA
@@ -56,12 +54,7 @@ def remove_dataset(output: Output) -> None:
 
 def remove_parts(output: Output) -> None:
     """Remove the parts, the plan first: parts without a plan are never used, so a kill may leave some."""
-    store = output.store
-    store.remove([PLAN])
-    if isinstance(store, S3Store):
-        store.remove(list(store.sizes(PARTS)))
-    elif (store.folder / PARTS).exists():
-        shutil.rmtree(store.folder / PARTS)
+    output.store.remove([PLAN, *output.store.sizes(PARTS)])
 
 
 def write_shard(output: Output, split: str, number: int, documents: pa.ListArray, block_bytes: int) -> WrittenShard:
