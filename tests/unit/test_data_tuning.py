@@ -271,8 +271,9 @@ def test_training_on_prepared_conversations_needs_no_transformers(tmp_path: Path
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     row = [USER, WHAT, ASK, END, ASSISTANT, FOUR, END] * 2
     assert ended.stdout == f"{[row, row]} {len(WORDS)}\n"
-    said = "error: transformers is not installed; chats and pairs need: pip install -r requirements-tuning.txt"
-    assert ended.stderr.splitlines()[-1] == said
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("error: transformers is not installed")
+    assert "requirements-tuning.txt" in last
 
 
 def test_a_mixture_has_the_template_of_its_conversations(tmp_path: Path) -> None:
