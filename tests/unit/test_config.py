@@ -317,7 +317,6 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
     ([CP, RING, "--data.mask_documents"], 2, "cannot tell documents apart"),
     ([CP, RING, "--model.windows=8"], 2, 'cp_method = "ring": has no windows'),
     ([CP, "--training.seq_len=254"], 2, "must be a multiple of 4"),
-    ([TP, "--model.vocab_size=49159"], 2, "tp = 2: must divide vocab_size = 49159; without initial weights"),
     ([CP, "--training.seq_len=2 @ 0, 256 @ 1k"], 2, "seq_len = 2: must be a multiple of 4"),
     (["--training.seq_len=24 @ 0, 256 @ 1k"], 1, "seq_len = 24: must divide the longest, 256"),
     ([PP, "--training.seq_len=128 @ 0, 256 @ 1k"], 2, "must be one with parallelism.pp = 2"),
