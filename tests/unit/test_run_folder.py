@@ -220,8 +220,12 @@ def test_a_folder_is_of_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.
     assert len(starts_of(tmp_path / "run")) == 2
 
 
-def test_restarts_of_a_job_share_a_folder_the_original_not_a_copy(tmp_path: Path) -> None:
-    """The records of copies name the same job, whichever folder is found first."""
+def test_restarts_of_a_job_share_a_folder_the_original_not_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records of copies name the same job, and one is found before the original, one after it."""
+    glob = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda *words: sorted(glob(*words)))
     config = Config(run=Run(outputs=str(tmp_path)))
     folder = start(config, "job 1")
     assert len({folder, start(config, "job 2"), start(config), start(config)}) == 4
