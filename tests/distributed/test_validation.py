@@ -190,7 +190,7 @@ def test_answers_are_measured_as_transformers_and_the_harness_would(
         name.write_text("\n".join(json.dumps({"prompt": asked, "answer": gold, "id": 1}) for asked, gold in these))
     places = [file, other]
     words = [*small, *split, "--training.steps=2", "--validation.answers=" + ",".join(map(str, places))]
-    words += [f"--run.folder={run}", "--checkpoint.interval=2", "--validation.interval=2"]
+    words += [f"--run.folder={run}", "--checkpoint.interval=2", "--validation.interval=2", "--validation.max_samples=2"]
     run_ranks(2, train_as, words, start_group=False)
     export_model(str(run), exported, dtype="float32")
     expected = {"mine": bits_per_byte(exported, pairs), "asked": bits_per_byte(exported, PAIRS)}

@@ -113,8 +113,8 @@ def test_an_appwrapper_goes_on_after_every_loss_of_a_pod(secret: dict[str, str],
         assert pods[0].end(EVICT) == 75
     pods = start_pods("PyTorchJob", [runs, runs], secret, 0)
     assert [pod.process.wait() for pod in pods] == [0, 0]
-    kinds = [record["after"]["kind"] for record in read_records(runs / JOB / "starts.jsonl")[1:]]
-    assert kinds[-1] == kinds[-3] == "stopped", "after an eviction"
+    starts = read_records(runs / JOB / "starts.jsonl")
+    assert starts[-1]["after"]["kind"] == starts[-3]["after"]["kind"] == "stopped", "after an eviction"
     assert how_it_ended(runs / JOB)["kind"] == "finished"
     assert prove(runs / JOB)[0].startswith("120 steps")
 
