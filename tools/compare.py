@@ -56,34 +56,30 @@ def write_page(
     `runs`: folder → group. Runs of one group share a colour and can be drawn as their mean. `ladder`: points and fit
     of tools.ladder, drawn as loss against FLOPs.
     """
-    charts: dict[Path, Charts] = {}
-    settings = []
     groups = {folder.resolve(): group for folder, group in runs.items()}
+    read = {}
     for folder in groups:
-        own_charts, own_settings = read_run(folder)
-        if own_charts:
-            charts[folder] = own_charts
-            settings.append(own_settings)
-        elif not folder.is_dir():
-            print(f"{folder}: left out, there is no such folder")
+        charts, settings = read_run(folder)
+        if charts:
+            read[folder] = charts, settings
         else:
             print(f"{folder}: left out, no step was logged there")
-    if not charts:
+    if not read:
         raise TitaniteError("no run to compare")
-    found = sorted(
-        dict.fromkeys(field for own in charts.values() for field in own), key=lambda field: not is_loss(field)
-    )
-    shown: list[dict[str, Any]] = []
-    for name, (folder, own) in zip(name_runs(list(charts)), charts.items(), strict=True):
-        thinned = {field: _thinned(points) for field, points in own.items()}
-        shown.append({"name": name, "group": groups[folder], "summary": summarize(own, found), "charts": thinned})
-    data: dict[str, Any] = {"title": title, "runs": shown, "charts": found, "settings": differing_settings(settings)}
+    fields = dict.fromkeys(field for charts, _ in read.values() for field in charts)
+    found = sorted(fields, key=lambda field: not is_loss(field))
+    shown = []
+    for name, (folder, (charts, _)) in zip(name_runs(list(read)), read.items(), strict=True):
+        thinned = {field: _thinned(points) for field, points in charts.items()}
+        shown.append({"name": name, "group": groups[folder], "summary": summarize(charts, found), "charts": thinned})
+    differing = differing_settings([settings for _, settings in read.values()])
+    data: dict[str, Any] = {"title": title, "runs": shown, "charts": found, "settings": differing}
     data |= {"tables": [table._asdict() for table in tables], "ladder": ladder}
     template = Path(__file__).with_name("compare.html").read_text(encoding="utf-8")
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # cannot end the script
     with file_errors(output):
         output.write_text(template.replace('"DATA"', text), encoding="utf-8")
-    print(f"{output}: open it in a browser; runs compared: {len(charts)}")
+    print(f"{output}: open it in a browser; runs compared: {len(read)}")
 
 
 def read_run(folder: Path) -> tuple[Charts, dict[str, list[Any]]]:

@@ -1,7 +1,7 @@
 """Scores of a run's checkpoints while it trains: `python -m tools.evaluate --follow`. Of the run's files it only reads.
 
-It writes to a folder of its own, RUN/scores: `scores.jsonl`, with a row for each checkpoint, `tensorboard`, a folder
-with what lm-eval says of each, and `exported`, the model that is evaluated now.
+It writes to a folder of its own, RUN/scores: `scores.jsonl`, with a row for each checkpoint, a folder with what lm-eval
+says of each, and `exported`, the model that is evaluated now.
 """
 
 import argparse
@@ -12,13 +12,14 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from checkpoint.loading import open_place
 from checkpoint.manifest import committed, open_checkpoint, step_of
-from config import TitaniteError, close_match, recorded_config
+from config import Config, TitaniteError, close_match, recorded_config
 from run.folder import hold, read_exit
 from run.processes import end_with_parent
 from storage import DamagedError, OutageError
@@ -38,18 +39,13 @@ def follow(arguments: argparse.Namespace, asked: str, command: Callable[[Path], 
     """
     run = Path(arguments.place)
     output = Path(arguments.output_path or run / "scores")
-    exported = output / "exported"
-    if run.exists():
-        logger.info(f"{run}: its checkpoints are evaluated as they appear")
-    else:
-        others = [str(other.parent) for other in run.parent.glob("*/config.toml")]
-        logger.warning(f"{run}: there is no such run; waiting until it starts{close_match(str(run), others)}")
-    while not (run / "config.toml").is_file():  # before that its folder must hold nothing
-        time.sleep(arguments.poll_seconds)
+    wait = partial(time.sleep, arguments.poll_seconds)
+    config = wait_for_start(run, wait)
     output.mkdir(parents=True, exist_ok=True)
     holder = hold(output / ".following")
     if holder:
         raise TitaniteError(f"{output}: process {holder} adds scores there already; give this one an --output_path")
+    exported = output / "exported"
     for left in output.glob("exported*"):  # by a follower that was killed
         shutil.rmtree(left)
     rows = [row for row in read_records(output / SCORES) if row["asked"] == asked]
@@ -58,13 +54,17 @@ def follow(arguments: argparse.Namespace, asked: str, command: Callable[[Path], 
     while not ended:
         ended = has_ended(run)  # asked first: what was saved before the end is then found
         try:
-            names = find_waiting(run, decided)
-            for name in names:
-                reason = export(arguments, name, exported)
-                decided.add(name)
-                if reason:
-                    logger.warning(f"{name}: skipped, since it was removed or is damaged: {reason}")
+            store = open_place(config, run)
+            names = {*committed(store)} - decided
+            for name in sorted(names, key=lambda name: (name[-12:-4], name)):  # by time, then by step
+                try:
+                    opened = open_checkpoint(store, name)
+                    export_opened(opened, str(run), exported, dtype=arguments.dtype, tokenizer=arguments.tokenizer)
+                except DamagedError as error:
+                    logger.warning(f"{name}: skipped, since it was removed or is damaged: {error}")
+                    decided.add(name)
                     continue
+                decided.add(name)
                 scores = evaluate(command(exported), output / name)
                 rows.append({"step": step_of(name), "checkpoint": name, "asked": asked, **scores})
                 report(rows[-RECENT:], scores, output)
@@ -73,8 +73,22 @@ def follow(arguments: argparse.Namespace, asked: str, command: Callable[[Path], 
             ended = False
             logger.warning(f"{error}; looking again later")
         if not ended:
-            time.sleep(arguments.poll_seconds)
+            wait()
     logger.info(f"{run}: has ended; checkpoints evaluated: {len(rows)}, see {output / SCORES}")
+
+
+def wait_for_start(run: Path, wait: Callable[[], None]) -> Config:
+    """The run's config, once it has one; before that its folder must hold nothing."""
+    if run.exists():
+        logger.info(f"{run}: its checkpoints are evaluated as they appear")
+    else:
+        others = [str(other.parent) for other in run.parent.glob("*/config.toml")]
+        logger.warning(f"{run}: there is no such run; waiting until it starts{close_match(str(run), others)}")
+    while True:
+        config = recorded_config(run)
+        if config is not None:
+            return config
+        wait()
 
 
 def has_ended(run: Path) -> bool:
@@ -84,27 +98,6 @@ def has_ended(run: Path) -> bool:
     """
     record = read_exit(run) or {}
     return not record.get("start_again", True)
-
-
-def find_waiting(run: Path, decided: set[str]) -> list[str]:
-    """The run's checkpoints that are not in `decided`, the one saved first first."""
-    config = recorded_config(run)
-    assert config is not None
-    names = {*committed(open_place(config, run))} - decided
-    return sorted(names, key=lambda name: (name[-12:-4], name))  # by time, then by step
-
-
-def export(arguments: argparse.Namespace, name: str, folder: Path) -> str:
-    """Export a checkpoint. Returns why it cannot be, or ""."""
-    run = Path(arguments.place)
-    config = recorded_config(run)
-    assert config is not None
-    try:
-        opened = open_checkpoint(open_place(config, run), name)
-        export_opened(opened, arguments.place, folder, dtype=arguments.dtype, tokenizer=arguments.tokenizer)
-    except DamagedError as error:  # also if it is removed meanwhile
-        return str(error)
-    return ""
 
 
 def evaluate(command: list[str], results: Path) -> dict[str, float]:
@@ -133,17 +126,13 @@ def evaluate(command: list[str], results: Path) -> dict[str, float]:
 
 
 def report(rows: Sequence[dict[str, Any]], scores: Mapping[str, float], output: Path) -> None:
-    """Log the `scores` of the last row, with their spread over all `rows`; add it to TensorBoard and the file."""
-    from torch.utils.tensorboard import SummaryWriter  # takes a second to load
-
+    """Log the `scores` of the last row, with their spread over all `rows`, and add it to the file."""
     row = rows[-1]
-    with SummaryWriter(str(output / "tensorboard")) as board:
-        for name, score in scores.items():
-            values = [other[name] for other in rows if name in other]
-            line = f"step {row['step']}  {name.removeprefix('scores/')} {score:.4f}"
-            if len(values) > 1:
-                line += f"  last {len(values)}: {fmean(values):.4f} ± {stdev(values):.4f}"
-            logger.info(line)
-            board.add_scalar(name, score, row["step"])
-    with open_records(output / SCORES) as file:  # after TensorBoard, so that a kill leaves no gap there
+    for name, score in scores.items():
+        values = [other[name] for other in rows if name in other]
+        line = f"step {row['step']}  {name.removeprefix('scores/')} {score:.4f}"
+        if len(values) > 1:
+            line += f"  last {len(values)}: {fmean(values):.4f} ± {stdev(values):.4f}"
+        logger.info(line)
+    with open_records(output / SCORES) as file:
         file.write(json.dumps(row) + "\n")

@@ -30,21 +30,20 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 from torch import nn
 
-from config import Config, ConfigError, command_line
+from config import AboveZero, Config, ConfigError, NonNegative, Positive, command_line
 from data.shards import open_dataset
 from models import build_model, find_model
 from storage.records import write_atomically
 from tools.compare import Table, read_run, write_page
 from tools.study import Plan, Run, Study, conduct, dotted
 
-POWERS = {"batch_power": 2 / 3, "rate_power": -1 / 3}  # of OLMo-core, by Porian et al. 2024
-NEEDED = ("parameters", "batch", "rate", "warmup", "sequences")  # of the rule
-FEWEST_SIZES = 4  # one to predict, and three for the two unknowns that all multiples share
 EXPONENTS = np.geomspace(0.005, 2.0, 2000)  # tried for the fit
 Point = dict[str, Any]  # a decayed run: what the rule gave, its loss, the fit's
 
@@ -52,69 +51,66 @@ Point = dict[str, Any]  # a decayed run: what the rule gave, its loss, the fit's
 # -- which runs
 
 
+class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a size has, from its parameters."""
+
+    parameters: AboveZero
+    batch: AboveZero
+    rate: AboveZero
+    warmup: NonNegative
+    sequences: Positive
+    batch_power: float = 2 / 3  # of OLMo-core, by Porian et al. 2024
+    rate_power: float = -1 / 3
+
+
+class Ladder(msgspec.Struct, frozen=True):
+    """What the file of a ladder has beside settings."""
+
+    rule: Rule
+    multiples: Annotated[list[Positive | AboveZero], Meta(min_length=1)]
+    sizes: Annotated[dict[str, Any], Meta(min_length=4)]  # one to predict; three for the two unknowns that all share
+    decay: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+
+
 def read_ladder(file: Path) -> Plan:
     """A ladder's folder, for each size its trunk and branches, and what writes its page. Raises ConfigError."""
-    study = Study(file, ("multiples", "decay", "rule", "sizes"))
-    rule = POWERS | study.values.get("rule", {})
-    multiples = study.values.get("multiples") or [0]
-    decay = study.values.get("decay", 0.2)
-    sizes = study.values.get("sizes", {})
-    if rule.keys() != {*NEEDED, *POWERS}:
-        raise ConfigError(f"{file}: [rule]: must have {', '.join(NEEDED)}, and may have {', '.join(POWERS)}")
-    check_multiples(file, multiples)
-    if not is_number(decay) or not 0 < decay < 1:
-        raise ConfigError(f"{file}: decay = {decay!r}: must be between 0 and 1")
-    for name, value in rule.items():
-        if not is_number(value):
-            raise ConfigError(f"{file}: [rule] {name} = {value!r}: must be a number")
-    if len(sizes) < FEWEST_SIZES:
-        raise ConfigError(f"{file}: [sizes]: has {len(sizes)}; to fit some and predict one takes {FEWEST_SIZES}")
-    chains = []
-    for size, values in sizes.items():
-        chains.append(plan_size(study, size, dotted(values), rule, multiples, decay))
+    study = Study(file, Ladder.__struct_fields__)
+    try:
+        ladder = msgspec.convert(study.values, Ladder)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    multiples = ladder.multiples
+    ratios = [multiple / multiples[0] for multiple in multiples]
+    if ratios != sorted(set(ratios)) or any(abs(ratio - round(ratio)) > 1e-6 for ratio in ratios):
+        raise ConfigError(f"{file}: multiples = {multiples}: must rise, and be multiples of the first")
+    chains = [plan_size(study, size, dotted(values), ladder) for size, values in ladder.sizes.items()]
     chains.sort(key=lambda runs: runs[0].config.optimizer.lr)  # the largest first
     return study.folder, chains, partial(write_results, study.folder, list(itertools.chain(*chains)))
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value of the file is a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def check_multiples(file: Path, multiples: Any) -> None:
-    """Refuse what is no rising list of multiples of the first. Raises ConfigError."""
-    wrong = ConfigError(f"{file}: multiples = {multiples}: must be numbers that rise, multiples of the first")
-    if not isinstance(multiples, list) or not all(is_number(multiple) and multiple > 0 for multiple in multiples):
-        raise wrong
-    ratios = [multiple / multiples[0] for multiple in multiples]
-    if ratios != sorted(set(ratios)) or any(abs(ratio - round(ratio)) > 1e-6 for ratio in ratios):
-        raise wrong
-
-
-def plan_size(
-    study: Study, size: str, own: Mapping[str, Any], rule: Mapping[str, float], multiples: Sequence[float], decay: float
-) -> list[Run]:
+def plan_size(study: Study, size: str, own: Mapping[str, Any], ladder: Ladder) -> list[Run]:
     """The trunk of a size, and its branches. Raises ConfigError."""
     if "training.steps" in own:
         raise ConfigError(f"[sizes.{size}] training.steps: the multiples give the steps")
     config = study.run({}, own).config
+    rule = ladder.rule
+    multiples = ladder.multiples
     parameters, _ = measure_model(config)
-    growth = parameters / rule["parameters"]
+    growth = parameters / rule.parameters
     seq_len = config.training.max_seq_len
-    units = rule["batch"] * growth ** rule["batch_power"] / seq_len / rule["sequences"]
-    sequences = int(rule["sequences"]) * max(1, round(units))
+    units = rule.batch * growth**rule.batch_power / seq_len / rule.sequences
+    sequences = rule.sequences * max(1, round(units))
     sequences = own.get("training.global_batch_size", sequences)
     batch = sequences * seq_len
-    warmup = max(1, round(rule["warmup"] * parameters / batch))
     # The trunk keeps a checkpoint at the first fork and at each of its multiples.
-    first = (1 - decay) * multiples[0] * parameters / batch
+    first = (1 - ladder.decay) * multiples[0] * parameters / batch
     saves = max(1, round(first / config.checkpoint.interval))
     interval = max(1, round(first / saves))
     first = saves * interval
     settings = {
         "training.global_batch_size": sequences,
-        "optimizer.lr": rule["rate"] * growth ** rule["rate_power"],
-        "lr_scheduler.warmup_steps": warmup,
+        "optimizer.lr": rule.rate * growth**rule.rate_power,
+        "lr_scheduler.warmup_steps": max(1, round(rule.warmup * parameters / batch)),
         **own,
         "training.epochs": 0,
         "lr_scheduler.schedule": "wsd",
@@ -127,7 +123,7 @@ def plan_size(
     runs = [trunk]
     for multiple in multiples:
         fork = round(first * multiple / multiples[0])
-        steps = max(fork + 1, round(fork / (1 - decay)))
+        steps = max(fork + 1, round(fork / (1 - ladder.decay)))
         settings["training.steps"] = steps
         settings["lr_scheduler.decay_steps"] = steps - fork
         settings["checkpoint.branch_from"] = f"{trunk.folder}@{fork}"

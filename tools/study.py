@@ -58,10 +58,15 @@ class Run(NamedTuple):
         return self.folder.name
 
     @property
+    def end(self) -> str:
+        """The kind of its end, if one was recorded."""
+        record = read_exit(self.folder) or {}
+        return record.get("kind", "none recorded")
+
+    @property
     def finished(self) -> bool:
         """Whether it has come to its last step."""
-        record = read_exit(self.folder) or {}
-        return record.get("kind") == "finished"
+        return self.end == "finished"
 
     def beside(self, suffix: str) -> Path:
         """The file beside its folder with this suffix: `.toml` its config, `.log` its output."""

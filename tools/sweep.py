@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from config import ConfigError, command_line
-from run.folder import read_exit
 from tools.compare import Table, is_loss, read_run, write_page
 from tools.study import Plan, Run, Study, conduct, dotted, name_values, write_csv
 
@@ -83,38 +82,33 @@ def write_results(folder: Path, runs: Sequence[Run]) -> None:
     """
     groups = {run.folder: group_of(run) for run in runs}
     charts = {run.folder: read_run(run.folder)[0] for run in runs}
-    field = "validation_loss"
-    if not any(field in own for own in charts.values()):
-        field = "loss"
+    field = "loss"
+    if any("validation_loss" in own for own in charts.values()):
+        field = "validation_loss"
     rows = []
+    missing = []
     curves: dict[str, list[np.ndarray]] = {}  # by group, of finished runs
     for run in runs:
         own = charts[run.folder]
-        row = {"run": run.name, **run.values, "finished": run.finished}
+        row: dict[str, Any] = {"run": run.name, **run.values, "finished": run.finished}
         if field in own:
             curve = np.array(own[field]) * (1, 1, 3600, 1)  # steps, tokens, seconds, loss
             row |= zip(AMOUNTS, curve[-1], strict=False)
             row |= {name: points[-1][-1] for name, points in own.items() if is_loss(name)}
-            if run.finished:
-                curves.setdefault(groups[run.folder], []).append(curve)
+        if not run.finished:
+            missing.append([run.name, row.get("steps", 0), run.end])
+        elif field in own:
+            curves.setdefault(groups[run.folder], []).append(curve)
         rows.append(row)
     write_csv(folder / "sweep.csv", rows)
     tables = []
     if curves:
         tables.append(tabulate(field, curves))
-    missing = [[row["run"], row.get("steps", 0), _how_it_ended(run)] for run, row in zip(runs, rows, strict=True)]
-    missing = [line for line, run in zip(missing, runs, strict=True) if not run.finished]
     if missing:
         tables.append(Table("Not finished", ["run", "steps", "its end"], missing, "Not in the means."))
     write_page(groups, folder / "sweep.html", f"Sweep {folder.name}", tables)
     for table in tables:
         print(f"\n{table.text()}")
-
-
-def _how_it_ended(run: Run) -> str:
-    """The kind of a run's end, if it was recorded."""
-    record = read_exit(run.folder) or {}
-    return record.get("kind", "none recorded")
 
 
 def tabulate(field: str, groups: Mapping[str, Sequence[np.ndarray]]) -> Table:
@@ -142,14 +136,16 @@ def tabulate(field: str, groups: Mapping[str, Sequence[np.ndarray]]) -> Table:
 
 def _lead(rows: Sequence[Sequence[Any]]) -> str:
     """How far the best of two rows or more leads at the end, beside the spread over seeds of the first two."""
-    (best, runs, spread, loss, *_), (second, others, other_spread, next_loss, *_), *_ = rows
-    lead = f"{best} leads {second} by {next_loss - loss:.4g}"
-    spreads = [value for value in (spread, other_spread) if not isinstance(value, str)]
+    first, second = rows[:2]
+    lead = second[3] - first[3]
+    text = f"{first[0]} leads {second[0]} by {lead:.4g}"
+    spreads = [row[2] for row in (first, second) if row[1] > 1]
     if not spreads:
-        return f"{lead}, of one run each: how far seeds spread is not known."
-    if next_loss - loss > max(spreads):
-        return f"{lead}, more than ±, {max(spreads):.4g}, over {runs} and {others} runs."
-    return f"{lead}, no more than ±, {max(spreads):.4g}, over {runs} and {others} runs."
+        return f"{text}, of one run each: how far seeds spread is not known."
+    compared = "no more than"
+    if lead > max(spreads):
+        compared = "more than"
+    return f"{text}, {compared} ±, {max(spreads):.4g}."
 
 
 def _losses_at(amounts: np.ndarray, curve: np.ndarray) -> list[float]:

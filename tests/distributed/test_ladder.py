@@ -76,15 +76,12 @@ def test_a_size_has_settings_of_its_own(tmp_path: Path, dataset: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rule": "bach_power = 1"}, "must have parameters, batch, rate, warmup, sequences, and may have batch_power"),
-        ({"multiples": "[2, 3]"}, "multiples = .2, 3.: must"),
+        ({"rule": "bach_power = 1"}, "bach_power.*rule"),
+        ({"rule": 'rate_power = "x"'}, "rule.rate_power"),
+        ({"multiples": "[2, 3]"}, r"multiples = .2, 3"),
         ({"multiples": "[]"}, "multiples"),
-        ({"multiples": "[1, 4, 2]"}, "multiples = .1, 4, 2.: must"),
-        ({"multiples": '"x"'}, "multiples = x: must"),
-        ({"decay": "1.0"}, "decay = 1.0: must"),
-        ({"decay": '"x"'}, "decay = 'x': must"),
-        ({"rule": 'rate_power = "x"'}, "rate_power = 'x': must"),
-        ({"sizes": 3}, "has 3; to fit some and predict one takes 4"),
+        ({"decay": "1.0"}, "decay"),
+        ({"sizes": 3}, ">= 4 - at .*sizes"),
     ],
 )
 def test_a_mistake_is_found_before_any_run_starts(tmp_path: Path, dataset: Path, changes: dict, message: str) -> None:

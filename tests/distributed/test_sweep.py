@@ -271,7 +271,7 @@ def test_the_tables_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str
         f"lr=0.1 2 {statistics.stdev([3.0, 4.0]):.5g} 3.5 3.5 3.5 4",
     ]
     best = "at the end: lr=0.2. at 20 steps: lr=0.1. at 2,000 tokens: lr=0.1. at 30 seconds: lr=0.2."
-    lead = "lr=0.2 leads lr=0.1 by 1, more than ±, 0.7071, over 1 and 2 runs."
+    lead = "lr=0.2 leads lr=0.1 by 1, more than ±, 0.7071."
     assert lines[3].endswith(f"Best {best} {lead}")
     missing = [line.split() for line in printed.partition("Not finished")[2].splitlines()[2:4]]
     assert missing == [["lr=0.2,seed=1", "10", "error"], ["new", "0", "none", "recorded"]]
