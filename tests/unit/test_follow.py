@@ -196,19 +196,19 @@ def test_what_is_committed_between_a_look_and_the_end_is_evaluated(run: Path, mo
     for path in late:
         late[path] = path.read_bytes()
         path.unlink()
-    look = module.find_waiting
+    look = module.committed
     found = []
 
-    def look_and_end(*arguments: Any) -> list[str]:
-        names = look(*arguments)
-        found.append([step_of(name) for name in names])
+    def look_and_end(store: Any) -> list[str]:
+        names = list(look(store))
+        found.append(sorted(step_of(name) for name in names))
         for path, data in late.items():
             path.write_bytes(data)
         return names
 
-    monkeypatch.setattr(module, "find_waiting", look_and_end)
+    monkeypatch.setattr(module, "committed", look_and_end)
     assert [row["step"] for row in followed(run)] == [1, 2, 3, 4]
-    assert found == [[1, 2, 3], [4]]
+    assert found == [[1, 2, 3], [1, 2, 3, 4]]
 
 
 def test_it_waits_for_a_run_and_its_checkpoints(
