@@ -9,7 +9,7 @@ from typing import Any
 from checkpoint import CheckpointError
 from checkpoint.branch import Parent, find_fork, read_parent, split_place
 from checkpoint.companions import check_vocabulary
-from checkpoint.lease import RUN_ID, check_owner, read_mark
+from checkpoint.lease import check_owner, read_run_id
 from checkpoint.loading import check_identity, load_newest, locate, open_place
 from checkpoint.manifest import Opened, committed, step_of
 from config import Config, ConfigError, TitaniteError
@@ -42,7 +42,7 @@ def check_checkpoints(
     settings = config.checkpoint
     if not settings.enable:
         _check_beginning(config, identity, None, data)
-        return read_mark(run_folder / RUN_ID) or secrets.token_hex(8)
+        return read_run_id(run_folder) or secrets.token_hex(8)
     store = open_place(config, run_folder)
     try:
         store.check_writable()

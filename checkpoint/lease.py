@@ -30,6 +30,7 @@ from config import Checkpoint, ConfigError
 from storage import DamagedError, LocalStore, Store, StoreError, join
 
 RUN_ID = ".run_id"  # in the run's folder: its id, so that it moves with the folder
+RUN_NAME = ".run_name"  # what earlier versions called it
 SAVED = ".saved"  # in the run's folder: names the last committed checkpoint
 LEASE = ".lease"  # in a store: the start that saves there
 
@@ -58,6 +59,11 @@ def new_start(run_folder: Path, job: str = "", run: str = "") -> Start:
     return Start(secrets.token_hex(8), time, job, str(run_folder.absolute()), socket.gethostname(), os.getpid(), run)
 
 
+def read_run_id(run_folder: Path) -> str:
+    """The id of the run in a folder, "" if it has none."""
+    return read_mark(run_folder / RUN_ID) or read_mark(run_folder / RUN_NAME)
+
+
 def read_mark(file: Path) -> str:
     """The text of a small file of the run's folder, "" if there is none."""
     if not file.is_file():
@@ -72,7 +78,7 @@ def check_owner(store: Store, names: Sequence[str], run_folder: Path) -> str:
     that of the checkpoints if the folder was made again at the path of theirs, or a new one. Raises ConfigError.
     """
     here = str(run_folder.absolute())
-    own = read_mark(run_folder / RUN_ID)
+    own = read_run_id(run_folder)
     manifest = _newest_readable(store, names)
     if manifest is None:
         return own or secrets.token_hex(8)
@@ -87,7 +93,7 @@ def check_owner(store: Store, names: Sequence[str], run_folder: Path) -> str:
             f"{there} another run, {folder}: set another checkpoint.folder, and to start from theirs "
             f"checkpoint.initial_load or checkpoint.branch_from = {newest!r}"
         )
-    if folder != here and read_mark(Path(folder) / RUN_ID) == own:
+    if folder != here and read_run_id(Path(folder)) == own:
         raise ConfigError(
             f"{there} {folder}, which is there, and {run_folder} is a copy of it: go on in {folder}, or begin a branch "
             f"in a new run.folder, by --checkpoint.branch_from={newest}"
