@@ -15,7 +15,7 @@ from config import Positive, TitaniteError, command_line, convert
 from data.chat import chat_of, read_conversation
 from data.tokenizer import Tokenizer
 from models.generation import Request, TextStream, check_prompt, generate
-from models.trained import Trained, add_place_arguments, load_from_arguments
+from models.trained import Trained, add_place_arguments, load_from_arguments, longest_sequence
 from storage.records import read_lines
 
 Record = dict[str, Any]  # {"prompt": text}, or {"messages": conversation}, perhaps with "tools"
@@ -48,8 +48,9 @@ def stream_texts(trained: Trained, prompts: Sequence[Sequence[int]], request: Re
 
 def warn_if_longer(trained: Trained, prompt_tokens: int, request: Request) -> None:
     """Warn if a text may outgrow the sequences that the model was trained on: beyond them it often makes no sense."""
-    if 0 < trained.seq_len < prompt_tokens + request.max_tokens:
-        asked = f"a prompt of {prompt_tokens} tokens and --max-tokens {request.max_tokens} exceed the {trained.seq_len}"
+    longest = longest_sequence(trained.manifest)
+    if 0 < longest < prompt_tokens + request.max_tokens:
+        asked = f"a prompt of {prompt_tokens} tokens and --max-tokens {request.max_tokens} exceed the {longest}"
         print(f"warning: {asked} that the model was trained on; text beyond may be poor", file=sys.stderr, flush=True)
 
 

@@ -17,7 +17,6 @@ from data.answers import Answers, name_sets
 from data.loader import Batch, validation_batches
 from data.tokenizer import Tokenizer
 from loss import IGNORED
-from models.generation import Request, TextStream, check_prompt, generate
 from parallel.fsdp import reshard
 from parallel.mesh import ParallelDims
 from run.run import TrainingRun
@@ -161,6 +160,8 @@ def show_sample(run: TrainingRun, parts: list[nn.Module]) -> None:
 def check_sample(config: Config, tokenizer: Tokenizer) -> None:
     """Raises ConfigError if `config.validation` asks for a sample that its prompt leaves no room for."""
     if config.validation.sample_tokens:
+        from models.generation import check_prompt  # a run without samples loads none of it
+
         longest = config.training.max_seq_len
         check_prompt("validation.sample_prompt", config.validation.sample_prompt, tokenizer, longest)
 
@@ -172,6 +173,8 @@ def sample_text(
     if dims.copies > 1:
         yield "none, since tp, cp or pp split the model; generate.py writes text from its checkpoint"
         return
+    from models.generation import Request, TextStream, generate
+
     prompt = config.validation.sample_prompt
     tokens = tokenizer.encode(prompt)
     max_tokens = min(config.validation.sample_tokens, config.training.max_seq_len - len(tokens))

@@ -60,13 +60,8 @@ def find_model(model: settings.Model, data_vocab_size: int) -> tuple[ModelSpec, 
     # A multiple of 64 keeps the output matmul on the fast path of GPUs, and 16 divides it for float8.
     vocab_size = flavor.vocab_size or -(-data_vocab_size // 64) * 64
     if vocab_size < data_vocab_size:
-        key = f"model.flavor = {model.flavor!r}"
-        if model.vocab_size:
-            key = f"model.vocab_size = {vocab_size}"
-        raise ConfigError(
-            f"{key}: {vocab_size} rows of embedding are too few; the data's tokenizer needs {data_vocab_size}; "
-            "set model.vocab_size to at least that"
-        )
+        needed = f"must be at least {data_vocab_size}, for the data's tokenizer"
+        raise ConfigError(f"model.vocab_size = {vocab_size}, of model.flavor = {model.flavor!r}: {needed}")
     return spec, dataclasses.replace(flavor, vocab_size=vocab_size)
 
 

@@ -27,11 +27,6 @@ class Trained:
     place: str  # of the checkpoint
     device: torch.device
 
-    @property
-    def seq_len(self) -> int:
-        """See `longest_sequence`."""
-        return longest_sequence(self.manifest)
-
 
 def longest_sequence(manifest: Manifest) -> int:
     """Tokens of the longest sequences that a checkpoint was trained on, here or before its import; 0 if unknown."""

@@ -268,9 +268,19 @@ def test_every_config_loads_and_names_a_flavor(path: Path) -> None:
     assert fit_schedule(config.lr_scheduler, config.training.steps)[0] == config.lr_scheduler.warmup_steps
 
 
-def test_config_needs_no_torch_and_says_errors_in_one_line() -> None:
-    code = "import sys, config; assert not {'torch', 'numpy'} & sys.modules.keys()"
+@pytest.mark.parametrize(
+    ("module", "others"),
+    [
+        ("config", {"torch", "numpy"}),
+        ("train", {"models.llama.hf", "models.trained", "models.generation", "data.chat", "validate", "transformers"}),
+    ],
+)
+def test_what_is_not_needed_is_not_loaded(module: str, others: set[str]) -> None:
+    code = f"import sys, {module}; assert not {others} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_errors_are_said_in_one_line() -> None:
     for program in ("config", "tools.processes"):
         command = [sys.executable, "-m", program, "--training.steps=x"]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
