@@ -37,6 +37,7 @@ from data.loader import Batch
 from float8.convert import check_float8, convert_to_float8
 from loss import loss_chunks
 from models import build_model, find_model
+from muon import local
 from parallel.mesh import ParallelDims
 from parallel.pipeline import stages_of_rank
 from tools.plan_tally import Counts, Matmul, Message, Tally
@@ -132,10 +133,11 @@ def _count_step(
     mesh = case.dims.build_mesh("cpu")
     with mock.patch.object(trainer, "init_weights", allocate):
         step = trainer.Trainer(config, model, spec, flavor, case.dims, mesh, torch.device("cpu"))
-    weights = tally.live
+    weights = sum(local(weight).nbytes for part in step.parts for weight in part.parameters())
+    built = tally.live
     step.allocate_state()
     step.begin()
-    optimizer = tally.live - weights
+    optimizer = tally.live - built
     tally.begin_step()
     shape = training.local_batch_size, training.max_seq_len
     tokens, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
