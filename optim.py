@@ -265,6 +265,13 @@ def learning_rate(step: int, steps: int, peak: float, schedule: settings.LRSched
     return peak * (schedule.min_lr_factor + (1 - schedule.min_lr_factor) * share)
 
 
+def decay_start(schedule: settings.LRScheduler, steps: int) -> int:
+    """The step after which the rate of `wsd` falls; 0 for other schedules."""
+    if schedule.schedule != "wsd":
+        return 0
+    return steps - fit_schedule(schedule, steps)[1]
+
+
 def log_jump(config: Config, run_folder: Path, step: int) -> None:
     """Say on a resume after `step` that its settings change the learning rate there."""
     began = settings.recorded_config(run_folder)

@@ -21,6 +21,7 @@ from optim import check_optim, summarize_groups
 from parallel.device import check_compiler, choose_param_dtype, device_type
 from parallel.mesh import ParallelDims
 from run.failures import check_failures
+from run.folder import check_run_folder
 from run.processes import LaunchEnvironment
 from run.profiling import check_profiling
 from validation import check_sample
@@ -92,3 +93,4 @@ def check_opened(config: Config, data: DataLoader, spec: ModelSpec, flavor: obje
     check_settings(config)
     check_sample(config, data.tokenizer)
     spec.check_parallelism(flavor, config)
+    check_run_folder(config, identity)

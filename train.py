@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from checkpoint.manager import CheckpointManager
 from config import Config, load_config
 from metrics import MetricsLogger, configure_logging
-from optim import due, learning_rate, log_jump, set_learning_rate
+from optim import decay_start, due, learning_rate, log_jump, set_learning_rate
 from run.failures import BadSteps
 from run.processes import launch_environment, set_timeout
 from run.run import TrainingRun, run_and_leave
@@ -115,7 +115,7 @@ def train(config: Config, after_step: Callable[[int], None] = lambda step: None)
         checkpoint.wait()
         data.close()
         metrics.close()
-        run.close(step, metrics.summary())
+        run.close(step, metrics.summary(), decay_start(config.lr_scheduler, steps))
     return run.folder, metrics.last
 
 

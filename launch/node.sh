@@ -21,7 +21,9 @@ unset PYTHONSAFEPATH  # the project's modules are found by the folder
 
 last_start() { cat "$folder/.started" 2>/dev/null; }
 before=$(last_start)
+superseded=$folder/.superseded.$(uname -n)  # written if another start takes the folder over, from another machine
 unrecorded=$folder/.unrecorded.$(uname -n)
+rm -f "$superseded"
 child=
 asked=
 pass_on() { asked=1; kill -s "$1" "$child"; }
@@ -38,6 +40,7 @@ while kill -0 "$child" 2>/dev/null; do wait "$child"; done  # a signal ends a wa
 wait "$child"
 code=$?
 
+[ ! -e "$superseded" ] || exit 100  # exit.json is the other start's, and so is the run
 [ $code != 2 ] || exit 100          # a mistake, which a line in the log explains
 if [ "$(last_start)" = "$before" ]; then  # torchrun's own error, as when another node was lost before all had met
   if [ "$asked" ]; then exit 75; fi

@@ -32,18 +32,28 @@ STARTS = "starts.jsonl"
 EXIT = "exit.json"
 STOP = "stop"  # a person's request to end the run between two steps
 RUNNING = ".running"  # locked by rank 0 of the running start
+SUPERSEDED = ".superseded."  # and a node's name: its start ended after another had taken the folder over
 STARTED = ".started"  # on each node, with other content for each recorded start; launch/node.sh compares it
 # What ranks write on a node with its own disk, which lacks rank 0's files.
 OF_RANKS = frozenset({"checkpoints", "data", "profile", EXIT})
 
 
-def check_run_folder(folder: Path, identity: dict[str, Any]) -> None:
+def check_run_folder(config: Config, identity: dict[str, Any]) -> None:
     """Refuse to resume what is not a run, or has another model. Raises ConfigError."""
+    folder = Path(config.run.folder)
+    if not config.run.folder or not folder.exists():
+        return
+    if (folder / "model.json").is_file():
+        _check_model(folder, identity)
+        return
+    for path in sorted(folder.iterdir()):
+        if not path.name.startswith(".") and path.name not in OF_RANKS:
+            raise ConfigError(f"run.folder = {str(folder)!r}: is not the folder of a run, it holds {path.name}")
+
+
+def _check_model(folder: Path, identity: dict[str, Any]) -> None:
     file = folder / "model.json"
     if not file.is_file():
-        for path in sorted(folder.glob("*")):
-            if not path.name.startswith(".") and path.name not in OF_RANKS:
-                raise ConfigError(f"run.folder = {str(folder)!r}: is not the folder of a run, it holds {path.name}")
         return
     try:
         different = model_differences(json.loads(file.read_text(encoding="utf-8")), identity)
@@ -100,7 +110,7 @@ def start_run(
     with file_errors():
         folder = choose_run_folder(config, environment.job)
         try:
-            check_run_folder(folder, identity)
+            _check_model(folder, identity)  # of a job's folder, which no setting names
             run = check(folder)
         except TitaniteError:
             if not config.run.folder:
@@ -109,7 +119,7 @@ def start_run(
             raise
         _lock(folder)
         if not environment.restarts:  # otherwise a person may have asked since the start before
-            (folder / STOP).unlink(missing_ok=True)
+            _remove_stop(folder)
         start = new_start(folder, environment.job, run)
         try:
             changed = record_start(folder, config, identity, environment.world_size, start)
@@ -128,6 +138,18 @@ def _lock(folder: Path) -> None:
             f"{folder}: a start of this run is still running here, process {process}: wait for its end, ask it to "
             f"stop (touch {shlex.quote(str(folder / 'stop'))}), or give this one a run.folder of its own"
         )
+
+
+def _remove_stop(folder: Path) -> None:
+    """Take away a request to stop that came after the end of the start before. Raises ConfigError if it stays."""
+    file = folder / STOP
+    if not os.path.lexists(file):
+        return
+    try:
+        file.unlink()
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be removed: {error.strerror}; it would end this start at once") from None
+    logger.info(f"{file}: was left from before this start, and is removed")
 
 
 def hold(path: Path) -> str:
@@ -165,7 +187,7 @@ def record_start(
     saved = read_mark(folder / SAVED)
     count = _count_without_progress(folder, before, start.job, saved, config.failures.restarts_without_progress)
     write_atomically(folder / "model.json", json.dumps(identity, indent=2).encode())  # first: it marks a run's folder
-    if not (folder / RUN_ID).is_file():
+    if not (folder / RUN_ID).is_file():  # an earlier version called it otherwise
         write_atomically(folder / RUN_ID, f"{start.run}\n".encode())
     began = settings.recorded_config(folder)
     if began is None:
@@ -207,9 +229,11 @@ def _record_patch(folder: Path) -> str:
     return name
 
 
-def resume_command(folder: Path, processes: int) -> str:
-    """What to type to go on with a run, with as many processes on this machine."""
+def resume_command(folder: Path, processes: int, branch_step: int = 0) -> str:
+    """What to type to go on with a run, or with a branch of it, with as many processes on this machine."""
     start = f"NGPU={processes} ./run_llama_train.sh" if processes > 1 else "./run_llama_train.sh"
+    if branch_step:
+        return f"{start} --checkpoint.branch_from={shlex.quote(f'{folder}@{branch_step}')}"
     return f"{start} --resume {shlex.quote(str(folder))}"
 
 
@@ -249,14 +273,22 @@ def note_start(folder: Path) -> None:
         write_atomically(folder / STARTED, f"{os.getpid()} {time.time_ns()}\n".encode())
 
 
-def record_exit(folder: Path, record: dict[str, Any], start_id: str = "") -> bool:
+def record_exit(folder: Path, record: dict[str, Any], start_id: str = "", is_refused: bool = False) -> bool:
     """Write `exit.json`, unless this start has one: its writer knew the cause. Returns whether it had none.
 
-    Not if a later start than `start_id` has taken the folder over: how that one ends counts.
+    A finished run stays finished if this start `is_refused`.
+
+    Not if a later start than `start_id` has taken the folder over: how that one ends counts. A mark tells the scheduler
+    of this node (launch/node.sh) not to start this one again, which would take it back.
     """
     if start_id and _last_start(folder).get("id", start_id) != start_id:
+        with suppress(OSError):
+            (folder / f"{SUPERSEDED}{socket.gethostname()}").touch()
         return False
     record = record | {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    before = _last_start(folder).get("after") or {}
+    if is_refused and before.get("kind") == "finished":
+        record = before
     content = json.dumps(record, indent=2) + "\n"
     try:
         with open(folder / EXIT, "x", encoding="utf-8") as file:  # only one process succeeds

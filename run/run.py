@@ -20,12 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from checkpoint.loading import locate
+from checkpoint.manifest import step_of
 from config import Config, ConfigError, TitaniteError, value_text
 from data.loader import Batch, DataLoader
 from parallel.mesh import ParallelDims
 from parallel.pipeline import Compute
 from parallel.ranks import Ranks
-from run.exits import AGAIN, EXPLAINED, MISTAKE
+from run.exits import AGAIN, EXPLAINED, MISTAKE, SHUTDOWN, shutdown_seconds
 from run.failures import RolledBackError
 from run.folder import note_start, record_config, resume_command, start_run
 from run.processes import (
@@ -130,7 +132,7 @@ class TrainingRun:
         for key, (old, new) in changed.items():
             logger.info(f"resume: {key} was {value_text(old)}, is now {value_text(new)}")
         logger.info(f"run folder {self.folder}  {environment.world_size} x {self.device.type}  {self.dims}")
-        self.stop = self._contexts.enter_context(StopRequest(self.folder, environment))
+        self.stop = self._contexts.enter_context(StopRequest(self.folder, environment, self._announce_late))
         self.asked_to_stop = self.stop.agreed
         if environment.local_rank == 0:
             note_start(self.folder)  # before any rank can write exit.json: to build the watchdog all ranks meet
@@ -146,6 +148,14 @@ class TrainingRun:
         if self._owns_group and error is None:  # after an error other ranks may wait in a collective
             shut_down()
 
+    def _announce_late(self) -> None:
+        """Record a request to stop for which torchrun will not wait, before it kills this rank."""
+        stop = self.stop
+        late = f"the step takes longer than the {shutdown_seconds():g} s for which torchrun waits ({SHUTDOWN})"
+        end = End("stopped", f"stopped by {stop.asked_by}, but {late}", None, stop.asks_again)
+        self.watchdog.announce(self.watchdog.find_lost(0) or end)
+        logger.warning(f"{end.cause}: what came after checkpoint {self.watchdog.last_checkpoint} is lost")
+
     def start_steps(self, step: int, ranks: Ranks) -> None:
         """Say that the loop begins after `step`. From here on a request to stop is answered after a step.
 
@@ -155,6 +165,7 @@ class TrainingRun:
         rank = self.environment.rank
         self._ranks = ranks
         self.watchdog.step = step
+        self.watchdog.trains = True
         self.watchdog.last_checkpoint = step or None
         if rank == 0:
             record_config(self.folder, config)
@@ -208,9 +219,10 @@ class TrainingRun:
         self.watchdog.enter("end", step)
         self._trace()
 
-    def close(self, step: int, summary: str) -> None:
+    def close(self, step: int, summary: str, decay_start: int = 0) -> None:
         """Record that the run ended as it should, and say what to do with it.
 
+        `decay_start`: the step after which the rate falls, to train on from before it.
         Exits with AGAIN if only other nodes were asked to stop.
         """
         steps = self.config.training.steps
@@ -222,7 +234,7 @@ class TrainingRun:
             self.watchdog.announce(end)
         logger.info(f"{end.cause}: step {step} of {steps}, run folder {self.folder}")
         if step == steps:
-            self._say_what_next(summary)
+            self._say_what_next(summary, decay_start)
         else:
             logger.info(f"  go on:       {self._resume}")
         dist.barrier()  # when a rank leaves with AGAIN, torchrun ends the others: let rank 0 record the end first
@@ -233,7 +245,15 @@ class TrainingRun:
     def _resume(self) -> str:
         return resume_command(self.folder, self.environment.local_world_size)
 
-    def _say_what_next(self, summary: str) -> None:
+    def _find_trunk(self, decay_start: int) -> int:
+        """The step of the last checkpoint up to `decay_start`; 0 without one."""
+        found = []
+        if decay_start:
+            with contextlib.suppress(TitaniteError):  # the run is done, whatever its store says now
+                found = [step_of(name) for _, name in locate(self.folder)]
+        return max([step for step in found if step <= decay_start], default=0)
+
+    def _say_what_next(self, summary: str, decay_start: int) -> None:
         training = self.config.training
         more = f"steps={2 * training.steps}"
         if training.epochs:
@@ -248,4 +268,6 @@ class TrainingRun:
         logger.info(f"  curves:      {python} -m tools.compare {folder}")
         if self.config.checkpoint.enable:
             logger.info(f"  write text:  {python} generate.py {folder} {ask}")
-            logger.info(f"  train on:    {self._resume} --training.{more}")
+            trunk = self._find_trunk(decay_start)
+            train_on = resume_command(self.folder, self.environment.local_world_size, trunk)
+            logger.info(f"  train on:    {train_on} --training.{more}")

@@ -59,7 +59,9 @@ class Watchdog:
         self.config = config
         self.start_id = start_id
         self.step = 0
+        self.trains = False  # whether the loop has begun
         self.current = "start"  # the innermost section
+        self.left_by_error = ""  # the innermost section that an exception has just left
         self.last_checkpoint: int | None = None  # that this start has read or committed
         self.limit_seconds: float = config.comm.init_timeout_seconds
         self._entered = time.monotonic()
@@ -83,16 +85,23 @@ class Watchdog:
     def section(self, name: str) -> Iterator[None]:
         """What this rank does inside: data, forward/backward, optimizer, validation, sample, load or checkpoint.
 
-        Sections nest. Afterwards this rank is again where it was before, and its time there starts again. An error
-        leaves it where it was raised, until an outer section is left.
+        Sections nest. Afterwards this rank is again where it was before, and its time there starts again.
         """
         outer = self.current
         self._go_to(name)
-        yield
-        self._go_to(outer)
+        try:
+            yield
+            self.left_by_error = ""
+        except BaseException:
+            self.left_by_error = self.left_by_error or name
+            raise
+        finally:
+            self.current = outer
+            self._entered = time.monotonic()
 
     def _go_to(self, section: str) -> None:
         self.current = section
+        self.left_by_error = ""
         self._entered = time.monotonic()
 
     def alive(self) -> None:
@@ -156,12 +165,13 @@ class Watchdog:
         elif self.environment.restarts < self.environment.max_restarts and not orderly:
             action = "torchrun starts the job again"
         where = {
-            "section": self.current,
+            "section": self.left_by_error or self.current,
             "step": self.step,
             "last_checkpoint": self.last_checkpoint,
             "next_action": action,
         }
-        is_first = record_exit(self.folder, end._asdict() | where, self.start_id)
+        is_refused = end.kind == "error" and not (self.trains or end.start_again)
+        is_first = record_exit(self.folder, end._asdict() | where, self.start_id, is_refused)
         if is_first and end.kind != "error" and not orderly:  # run_and_leave prints errors
             blamed = "" if end.rank is None else f"rank {end.rank}, "
             saved = (

@@ -228,6 +228,7 @@ def exit_code(arguments: list[str], *signals: signal.Signals) -> Any:
     [
         (12, [signal.SIGTERM], [AGAIN, 0], 3),  # the vote cast after step 2 is read after step 3
         (2, [signal.SIGTERM], [0, 0], 2),
+        (12, [signal.SIGINT, signal.SIGTERM], [0, 0], 3),  # as torchrun sends of a Ctrl-C that comes twice
     ],
 )
 def test_a_node_that_is_taken_does_not_end_the_run_on_the_others(
@@ -287,20 +288,27 @@ def misbehave(module, *rest):
             ctypes.CDLL(None).pthread_mutex_lock(lock)
     if os.environ["HOW"] == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if os.environ["HOW"] == "slow":  # a step that lasts longer than torchrun waits after a person's Ctrl-C
+        os.kill(os.getppid(), signal.SIGINT)
+        while True:
+            signal.pause()
     raise TitaniteError("a mistake of rank 1")
 
-if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["HOW"] != "sound":
     nn.modules.module.register_module_forward_hook(misbehave)
 run_and_leave(train.main)
 """
 
 
-def start_node(folder: Path, ranks: int, how: str, *words: str, restarts: int = 0) -> tuple[int, str]:
+def start_node(
+    folder: Path, ranks: int, how: str, *words: str, restarts: int = 0, shutdown: int = 30
+) -> tuple[int, str]:
     """What launch/node.sh ends with and prints, for a run in folder/run whose last rank ends as `how` says."""
     (folder / "rank.py").write_text(RANK)
     torchrun = ("--nnodes=1", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
     command = ["launch/node.sh", folder / "run", *torchrun, f"--max-restarts={restarts}", folder / "rank.py", *words]
-    environment = os.environ | {"HOW": how, "BAD_RANK": str(ranks - 1), "PYTHONPATH": "."}
+    bad = {"HOW": how, "BAD_RANK": str(ranks - 1)}
+    environment = os.environ | bad | {"PYTHONPATH": ".", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(shutdown)}
     ended = subprocess.run(command, cwd=ROOT, env=environment, text=True, stderr=subprocess.PIPE)
     return ended.returncode, ended.stderr
 
@@ -326,6 +334,21 @@ def test_a_rank_that_waits_in_a_driver_leaves_the_last_word_to_another(small: tu
     assert "error (rank 1): a mistake of rank 1\n" in printed
     assert "was lost" not in printed
     assert "Unable to shutdown process" not in printed
+
+
+def test_a_stop_that_comes_too_late_to_save_is_recorded_as_a_persons(small: tuple[str, ...], tmp_path: Path) -> None:
+    code, printed = start_node(tmp_path, 1, "slow", *small, shutdown=6)
+    record = how_it_ended(tmp_path / "run")
+    assert (code, record["kind"], record["start_again"]) == (0, "stopped", False)
+    assert "SIGINT" in record["cause"]
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in printed
+
+
+def test_slow_steps_are_a_warning_where_torchrun_does_not_wait_so_long(small: tuple[str, ...], tmp_path: Path) -> None:
+    """Here it waits not at all."""
+    code, printed = start_node(tmp_path, 1, "sound", *small, "--training.steps=4", shutdown=0)
+    assert code == 0
+    assert printed.count("TORCH_ELASTIC_SHUTDOWN_TIMEOUT=") == 1
 
 
 def test_a_node_whose_ranks_are_all_killed_starts_again_until_that_leads_nowhere(

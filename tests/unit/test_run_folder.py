@@ -21,6 +21,7 @@ from run.folder import (
     STARTS,
     check_run_folder,
     choose_run_folder,
+    read_exit,
     record_config,
     record_exit,
     record_start,
@@ -51,6 +52,13 @@ def starts_of(folder: Path) -> list[dict[str, Any]]:
     return read_records(folder / STARTS)
 
 
+def test_a_run_of_an_earlier_version_gets_its_id_by_todays_name(tmp_path: Path) -> None:
+    """The loop ends a run whose folder no longer holds it."""
+    (tmp_path / ".run_name").write_text("its id\n")
+    start(Config(run=Run(folder=str(tmp_path))))
+    assert (tmp_path / ".run_id").read_text() == "its id\n"
+
+
 def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
     config = Config(run=Run(outputs=str(tmp_path)))
     with ThreadPoolExecutor(8) as threads:  # as of an array of jobs, in the same second
@@ -63,20 +71,22 @@ def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     """Not what ranks leave on a node with its own disk, where rank 0's files are missing."""
+    config = Config(run=Run(folder=str(tmp_path)))
     for name in ("data", "profile", "checkpoints", "exit.json", ".running"):
         (tmp_path / name).mkdir()
-    check_run_folder(tmp_path, {})
+    check_run_folder(config, {})
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(ConfigError, match=r"is not the folder of a run, it holds thesis\.tex"):
-        start(Config(run=Run(folder=str(tmp_path))))
+        check_run_folder(config, {})
 
 
 def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:
     config = Config(run=Run(folder=str(tmp_path)))
-    start(config, identity={"dim": 4, "n_layers": 2})
-    start(config, identity={"dim": 4, "n_layers": 2, "a_field_added_since": False})
-    with pytest.raises(ConfigError, match="another model: n_layers is 2 there and 3 here"):
-        start(config, identity={"dim": 4, "n_layers": 3})
+    record(tmp_path, config, {"dim": 4, "n_layers": 2}, world_size=1)
+    check_run_folder(config, {"dim": 4, "n_layers": 2, "a_field_added_since": False})
+    for refuses in (check_run_folder, lambda config, identity: start(config, identity=identity)):
+        with pytest.raises(ConfigError, match="another model: n_layers is 2 there and 3 here"):
+            refuses(config, {"dim": 4, "n_layers": 3})
 
 
 def test_starts_are_recorded_with_what_changed(tmp_path: Path) -> None:
@@ -127,11 +137,19 @@ def test_code_that_changed_between_two_starts_is_kept_and_named(
     assert {str(file.relative_to(code)): file.read_text() for file in code.rglob("[!i]*.py")} == new
 
 
-@pytest.mark.parametrize("last", ['\n{"a": 2}', '\n{"a": 2}\n{"a": 3, "cut'])
-def test_what_is_appended_begins_a_line_of_its_own(last: str, tmp_path: Path) -> None:
-    """A whole last line without an end counts, as an editor leaves it; not one that a kill has cut."""
+def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for _ in range(3):
+        record(tmp_path / "run", Config(), {}, world_size=2, job="job 1")
+        file = tmp_path / "run" / STARTS
+        file.write_text(file.read_text() + '{"time": "cut')
+    assert [start["world_size"] for start in starts_of(tmp_path / "run")] == [2, 2, 2]
+
+
+def test_a_whole_last_line_without_an_end_counts(tmp_path: Path) -> None:
+    """As an editor leaves it. What is appended begins a line of its own."""
     file = tmp_path / "records.jsonl"
-    file.write_text('{"a": 1}' + last)
+    file.write_text('{"a": 1}\n{"a": 2}')
     assert read_records(file) == [{"a": 1}, {"a": 2}]
     with open_records(file) as records:
         append_record(records, {"a": 3})
@@ -177,8 +195,23 @@ def test_a_damaged_file_of_a_run_is_named_in_one_line(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{}")
 
 
-def test_a_request_to_stop_from_before_a_start_is_taken_away(tmp_path: Path) -> None:
+def test_a_finished_run_stays_finished_where_a_resume_is_refused(tmp_path: Path) -> None:
+    config = Config(run=Run(folder=str(tmp_path)))
+    end = {"kind": "finished", "step": 14, "last_checkpoint": 14}
+    start(config)
+    record_exit(tmp_path, end)
+    start(config)
+    record_exit(tmp_path, {"kind": "error", "step": 0, "last_checkpoint": None}, is_refused=True)
+    ended = read_exit(tmp_path) or {}
+    assert {key: ended[key] for key in end} == end
+    start(config)
+    record_exit(tmp_path, {"kind": "error", "step": 15})
+    assert (read_exit(tmp_path) or {})["kind"] == "error"
+
+
+def test_a_request_to_stop_from_before_a_start_is_taken_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Unless torchrun starts the run again: then a person may have asked meanwhile."""
+    caplog.set_level("INFO")
     config = Config(run=Run(folder=str(tmp_path)))
     start(config)
     (tmp_path / "stop").touch()
@@ -186,6 +219,11 @@ def test_a_request_to_stop_from_before_a_start_is_taken_away(tmp_path: Path) -> 
     assert (tmp_path / "stop").exists()
     start(config)
     assert not (tmp_path / "stop").exists()
+    assert str(tmp_path / "stop") in caplog.text
+    (tmp_path / "stop").mkdir()
+    with pytest.raises(ConfigError, match=f"{tmp_path / 'stop'}: cannot be removed"):
+        start(config)
+    assert len(starts_of(tmp_path)) == 3
 
 
 def test_a_folder_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
@@ -229,12 +267,13 @@ def test_restarts_of_a_job_share_a_folder_the_original_not_a_copy(
     config = Config(run=Run(outputs=str(tmp_path)))
     folder = start(config, "job 1")
     assert len({folder, start(config, "job 2"), start(config), start(config)}) == 4
-    for letter in "aw":
-        shutil.copytree(folder, tmp_path / f"{letter} copy")
+    copies = [tmp_path / f"{letter} copy" for letter in "abcdwxyz"]
+    for copy in copies:
+        shutil.copytree(folder, copy)
     assert start(config, "job 1") == folder
-    for copy in tmp_path.glob("* copy"):
-        shutil.rmtree(copy)
     moved = folder.rename(tmp_path / "moved")
+    for copy in copies:
+        shutil.rmtree(copy)
     assert start(config, "job 1") == moved
 
 

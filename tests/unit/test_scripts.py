@@ -273,3 +273,14 @@ def test_a_node_gives_up_after_starts_that_led_nowhere(tmp_path: Path) -> None:
     code, said = run(tmp_path, NODE, "run", "train.py")
     assert (code, said.count("\n")) == (100, 1)
     assert f"run/.unrecorded.{socket.gethostname()}" in said
+
+
+@pytest.mark.parametrize("conf", ["is_host=true", ""])
+def test_a_port_that_something_else_holds_is_named(conf: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        words = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf={conf}"]
+        code, said = run(ROOT, "launch/node.sh", str(tmp_path / "run"), *words, "train.py")
+    assert code == 75
+    assert said.startswith(f"error: port {port} ")
+    assert said.count("\n") == 1

@@ -142,11 +142,23 @@ def test_the_first_who_knows_the_cause_writes_it(tmp_path: Path, capfd: pytest.C
         record = how_it_ended(tmp_path / str(number))
         assert (record["kind"], record["rank"], record["start_again"]) == (kind, rank, again)
         assert record["cause"].startswith(cause)
-        assert (record["step"], record["last_checkpoint"], record["section"]) == (7, 5, "forward/backward")
+        assert (record["step"], record["last_checkpoint"]) == (7, 5)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("exit: ")]
     assert len(lines) == sum(kind != "error" for _, kind, *_ in ENDS)
     for line in lines:
         assert "forward/backward of step 7); last checkpoint step 5; next: torchrun starts the job again" in line
+
+
+def stop_by_hand(folder: Path) -> None:
+    rank = dist.get_rank()
+    watchdog = Watchdog(folder, LaunchEnvironment(rank, rank, 2, local_world_size=2), Config())
+    watchdog.announce(End("stopped", "by hand"))
+
+
+def test_a_stopped_run_says_what_to_type_to_go_on(tmp_path: Path) -> None:
+    run_ranks(2, stop_by_hand, tmp_path)
+    command = f"NGPU=2 ./run_llama_train.sh --resume {tmp_path}"
+    assert how_it_ended(tmp_path)["next_action"] == f"go on with {command}"
 
 
 def lose_the_other(folder: Path) -> None:
@@ -167,6 +179,33 @@ def test_a_rank_that_was_lost_in_a_collective_is_named(tmp_path: Path) -> None:
     record = how_it_ended(tmp_path)
     assert record["cause"].startswith("rank 1 was lost")
     assert (record["kind"], record["rank"], record["step"], record["start_again"]) == ("lost", 1, 3, True)
+
+
+def nest(folder: Path) -> tuple[list[str], str]:
+    """The section after each move, and the one that an error is said to have ended."""
+    watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config())
+    watchdog.enter("training", step=1)
+    been = []
+    with watchdog.section("load"):
+        with watchdog.section("optimizer"):
+            been.append(watchdog.current)
+        been.append(watchdog.current)
+        with contextlib.suppress(KeyError), watchdog.section("data"):
+            raise KeyError
+        been.append(watchdog.current)
+    been.append(watchdog.current)
+    with contextlib.suppress(ValueError), watchdog.section("validation"):
+        with contextlib.suppress(KeyError), watchdog.section("data"):
+            raise KeyError
+        with watchdog.section("checkpoint"):
+            raise ValueError
+    watchdog.announce(End("failed", "wrong"))
+    return been, how_it_ended(folder)["section"]
+
+
+def test_sections_nest_and_are_left_again(tmp_path: Path) -> None:
+    """An exit names the innermost one that the last error has left."""
+    assert run_ranks(1, nest, tmp_path) == [(["optimizer", "load", "load", "training"], "checkpoint")]
 
 
 def progress(folder: Path) -> list[tuple[bool, bool]]:
@@ -239,6 +278,23 @@ def test_a_rank_that_was_stopped_has_time(tmp_path: Path) -> None:
     """A person may have stopped it to look at it."""
     (found,) = run_ranks(1, look_at_a_stopped_rank, tmp_path)
     assert found == [None, None, End("hung", "hung: rank 1 does not run, it was stopped", 1), -signal.SIGKILL]
+
+
+def close_while_looking(folder: Path) -> None:
+    """The thread sees that another rank is gone, which has left together with this one."""
+    watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config())
+
+    def look(idle_seconds: float) -> End:
+        watchdog.explain(None, None, None)
+        return End("lost", "rank 1 was lost", 1)
+
+    with mock.patch.object(watchdog, "_look", look), mock.patch("run.watchdog.POLL_SECONDS", 0.001):
+        watchdog._run()
+
+
+def test_ranks_that_leave_together_miss_no_other(tmp_path: Path) -> None:
+    run_ranks(1, close_while_looking, tmp_path)
+    assert not (tmp_path / "exit.json").exists()
 
 
 @pytest.mark.parametrize(
