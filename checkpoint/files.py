@@ -5,6 +5,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import IO, Any, NamedTuple, cast
 
@@ -23,7 +24,7 @@ from torch.utils.serialization import config as serialization
 from checkpoint import CheckpointError
 from checkpoint.manifest import Opened, path_of
 from parallel.ranks import Ranks
-from storage import DamagedError, Store, retry
+from storage import DamagedError, LocalStore, Store, StoreError, retry
 
 FILES = 2  # per rank, written at the same time
 RANGE_BYTES = 16 << 20  # neighbouring items are read together up to this size
@@ -117,9 +118,16 @@ def write_items(
 
     written = {}
     names = [f"__{rank}_{number}.distcp" for number in range(FILES)]
-    with ThreadPoolExecutor(FILES) as threads:
-        for own in threads.map(write_again, names, files):
-            written.update(own)
+    try:
+        with ThreadPoolExecutor(FILES) as threads:
+            for own in threads.map(write_again, names, files):
+                written.update(own)
+    except StoreError:
+        # A folder in which nothing was written would stay for good. Only now does no thread need it any more.
+        if isinstance(store, LocalStore):
+            with suppress(StoreError):
+                store.remove([f"{name}/{file}" for file in names])
+        raise
     return written
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import shlex
 import shutil
 from itertools import islice
 from pathlib import Path
@@ -74,11 +75,12 @@ def train_ranks(world_size: int, folder: Path, dataset: Path, *words: str, stop_
 
 
 def run_and_log(arguments: list[str]) -> list[str]:
-    """Train as `run` does. Returns what the logger of optim said."""
+    """Train as `run` does. Returns what optim and run.run logged."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("optim").addHandler(handler)
+    for name in ("optim", "run.run"):
+        logging.getLogger(name).addHandler(handler)
     run(arguments)
     return said
 
@@ -97,12 +99,22 @@ def trunk_run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return folder, train_ranks(2, folder, dataset)
 
 
-def test_a_resume_says_that_the_rate_jumps(dataset: Path, tmp_path: Path) -> None:
+def test_a_decayed_run_is_trained_on_from_before_its_decay(dataset: Path, tmp_path: Path) -> None:
+    """By the command that it prints. On a resume a line says that the rate jumps."""
+    folder = tmp_path / "a run"
+    branch = tmp_path / "branch"
     given = [*SMALL, "--lr_scheduler.schedule=wsd", "--lr_scheduler.decay_fraction=0.25", f"--data.datasets={dataset}"]
-    given.append(f"--run.folder={tmp_path / 'run'}")
-    for steps, jumps in ((8, False), (16, True), (17, False)):
-        (said,) = run_ranks(1, run_and_log, [*given, f"--training.steps={steps}"], start_group=False)
-        assert bool([line for line in said if "the learning rate goes from" in line and "to 3.0e-04" in line]) == jumps
+    given.append(f"--run.folder={folder}")
+    (said,) = run_ranks(1, run_and_log, given, start_group=False)
+    (line,) = [line for line in said if "train on:" in line]
+    words = shlex.split(line.partition(":")[2])
+    assert words == ["./run_llama_train.sh", f"--checkpoint.branch_from={folder}@4", "--training.steps=16"]
+    run_ranks(1, run_and_log, [*words[1:], f"--run.folder={branch}"], start_group=False)
+    assert column(branch, "lr")[:8] == [3e-4] * 8  # of steps 5 to 12
+    (said,) = run_ranks(1, run_and_log, [*given, "--training.steps=16"], start_group=False)
+    assert [line for line in said if "the learning rate goes from" in line and "to 3.0e-04" in line]
+    (said,) = run_ranks(1, run_and_log, [*given, "--training.steps=17"], start_group=False)
+    assert not [line for line in said if "the learning rate goes from" in line]
 
 
 @pytest.mark.parametrize("ranks", [2, 1])

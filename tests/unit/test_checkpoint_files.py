@@ -273,6 +273,16 @@ def test_trouble_of_a_file_system_that_passes_is_waited_for(tmp_path, monkeypatc
     assert load_model(tmp_path, Tower())["step"] == len(failing)
 
 
+def test_a_full_disk_leaves_nothing_of_a_save(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    run.checkpoint.load()
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(files._ChecksummedStream, "write", full)
+    with pytest.raises(StoreError, match="No space left"):
+        run.checkpoint.save(1)
+    assert os.listdir(tmp_path) == [".lease"]
+
+
 def test_a_weight_of_two_tensors_is_refused(tmp_path):
     """It would come back as one of them."""
     model = torch.nn.Module()
