@@ -53,7 +53,10 @@ def failures_of(what: str) -> Iterator[None]:
     except TitaniteError:
         raise
     except Exception as error:
-        raise DataError(f"{what}: {type(error).__name__}: {' '.join(str(error).split())}") from None
+        said = " ".join(str(error).split())
+        if "requires too much memory" in said:  # zstd's words for a long window
+            said += "; compress it again with zstd --long=27 or less"
+        raise DataError(f"{what}: {type(error).__name__}: {said}") from None
 
 
 def list_files(sources: Sequence[str]) -> list[File]:

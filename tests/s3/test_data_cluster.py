@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,10 @@ def test_a_lost_scheduler_is_one_line_and_another_cluster_goes_on(
     other.add_workers(1)
     run(options, output, cluster=other.address)
     assert contents(output) == expected
+
+
+@pytest.mark.parametrize("package", ["numpy", "pyarrow", "tokenizers"])
+def test_code_is_other_code_with_another_version_of_a_package(package, monkeypatch):
+    before = workers.code_digest.__wrapped__()
+    monkeypatch.setattr(workers, "version", lambda name: "0" if name == package else version(name))
+    assert workers.code_digest.__wrapped__() != before

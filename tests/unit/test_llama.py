@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from config import Config, ConfigError, Parallelism, Training
 from models import LLAMA, MODELS, build_model
@@ -20,6 +21,8 @@ from models.llama.model import (
     Llama,
     LlamaConfig,
     RMSNorm,
+    Rope,
+    RopeScaling,
     apply_rope,
     attention,
     causal_mask,
@@ -182,6 +185,25 @@ def test_initial_values_of_a_fork_are_what_it_says_or_an_error() -> None:
         values |= dict(built.named_parameters())
     assert values["gate"].tolist() == [8.0] * 4
     assert not values["norm.bias"].any()
+
+
+def test_a_window_of_all_tokens_but_one_hides_the_first_from_the_last() -> None:
+    model = build(dataclasses.replace(TINY, n_layers=1, windows=(9,)))
+    tokens = random_tokens(1, 10) % TINY.vocab_size
+    changed = tokens.clone()
+    changed[0, 0] = (tokens[0, 0] + 1) % TINY.vocab_size
+    before, after = model(tokens)[0], model(changed)[0]
+    assert torch.equal(before[-1], after[-1])
+    assert not torch.equal(before[-2], after[-2])
+
+
+def test_yarn_with_equal_bounds_is_transformers() -> None:
+    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 6}
+    theirs = HFConfig(head_dim=16, max_position_embeddings=24, rope_parameters=parameters)
+    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    scaling = RopeScaling(kind="yarn", factor=4.0, original_seq_len=6)
+    found = rope_frequencies(Rope(1e4, 16, scaling), torch.device("cpu"))
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 class NormedHeads(Llama):
