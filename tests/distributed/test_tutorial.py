@@ -33,6 +33,7 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_the_tutorial_works_as_written(checkout: Path) -> None:
     blocks = BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text())
     script = "\n".join(["set -euo pipefail", *blocks])

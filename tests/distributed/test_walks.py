@@ -18,7 +18,7 @@ from tools.verify import verify_checkpoints
 
 WALKS = int(os.environ.get("WALKS", "0"))  # 0: the same one each time
 STEPS = 9
-MOST_RANKS = 6
+MOST_RANKS = 6 if WALKS else 4
 TRIES = 100  # of a layout: what does not fit together is refused
 WORDS = (
     "--model.flavor=tiny",
@@ -95,7 +95,7 @@ def start(dice: random.Random, words: list[str], stop_after: int) -> str:
     raise AssertionError(f"{TRIES} layouts in a row were refused")
 
 
-@pytest.mark.parametrize("seed", range(WALKS) if WALKS else [10])
+@pytest.mark.parametrize("seed", range(WALKS) if WALKS else [1])
 def test_no_change_of_layout_changes_the_training(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are the same, losses within 1e-6 and weights within 1e-3 of a tensor's norm, as Adam enlarges what
     differs in gradients near 0; each checkpoint is intact, and the ledger proves that no token came twice."""

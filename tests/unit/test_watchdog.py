@@ -135,8 +135,11 @@ def explain_all(folder: Path) -> None:
                 watchdog.explain(type(caught), caught, caught.__traceback__)
 
 
-def test_the_first_who_knows_the_cause_writes_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_first_who_knows_the_cause_writes_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And prints it, unless run_and_leave does."""
+    monkeypatch.setattr("run.watchdog.LOST_SECONDS", 0.0)
     run_ranks(1, explain_all, tmp_path)
     for number, (_, kind, rank, again, cause) in enumerate(ENDS):
         record = how_it_ended(tmp_path / str(number))
