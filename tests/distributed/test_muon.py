@@ -1,5 +1,6 @@
 """Muon: its update beside torch's, what it sends, resumes; groups of weights."""
 
+import copy
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,8 +25,8 @@ from tests.runs import column, final_weights, flat, launch, run
 def test_a_run_in_bfloat16_trains_by_torchs_muon(state_dtype: Any) -> None:
     """To the bit. A momentum in bfloat16 is rounded after the update has read it."""
     torch.manual_seed(0)
-    ours, torchs = (nn.ModuleDict({"layers": nn.Linear(24, 40, bias=False)}) for _ in range(2))
-    torchs.load_state_dict(ours.state_dict())
+    ours = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(24, 40, bias=False), nn.Linear(40, 24, bias=False))})
+    torchs = copy.deepcopy(ours)
     settings = Optimizer(name="muon", state_dtype=state_dtype, lr=0.1, beta2=0.9)
     optimizer = build_optimizer([ours], settings, param_dtype="bfloat16")
     reference = torch.optim.Muon(torchs.parameters(), weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
@@ -33,13 +34,16 @@ def test_a_run_in_bfloat16_trains_by_torchs_muon(state_dtype: Any) -> None:
         set_learning_rate(optimizer, 0.1 / step)
         set_learning_rate(reference, 0.1 / step)
         for model in (ours, torchs):
-            model["layers"].weight.grad = torch.randn(40, 24, generator=torch.Generator().manual_seed(step))
+            generator = torch.Generator().manual_seed(step)
+            for weight in list(model.parameters())[:step]:  # the second has no gradient in the first step
+                weight.grad = torch.randn(weight.shape, generator=generator)
         optimizer.step()
         reference.step()
         for state in reference.state.values():
             state["momentum_buffer"].copy_(state["momentum_buffer"].to(getattr(torch, state_dtype)))
-    assert torch.equal(ours["layers"].weight, torchs["layers"].weight)
-    assert optimizer.state[ours["layers"].weight]["momentum_buffer"].dtype == getattr(torch, state_dtype)
+    for weight, expected in zip(ours.parameters(), torchs.parameters(), strict=True):
+        assert torch.equal(weight, expected)
+        assert optimizer.state[weight]["momentum_buffer"].dtype == getattr(torch, state_dtype)
 
 
 def numbers_sent() -> tuple[int, int]:

@@ -73,6 +73,8 @@ def user(content: str) -> dict[str, str]:
     ("format", "values", "expected"),
     [
         ("sft", ["two plus two", " is four"], trained_from(3, TWO, PLUS, TWO, IS, FOUR, EOS)),
+        # A token of both is the response's.
+        ("sft", ["two plu", "s two"], trained_from(1, TWO, PLUS, TWO, EOS)),
         # As TRL: one eos, not its characters.
         ("sft", ["two", " is<eos>"], trained_from(1, TWO, IS, EOS)),
         # Nothing comes before the first token.

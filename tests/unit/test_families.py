@@ -256,7 +256,7 @@ def test_a_model_is_exported_however_its_options_are_written(options: dict[str, 
 @pytest.mark.parametrize(
     "name",
     ["llama3.2", "llama with biases", "yarn, all set", "mistral", "qwen2 with windows", "qwen3 with biases", "granite",
-     "smollm3, chosen layers", "olmo3"],
+     "smollm3, chosen layers", "olmo3, two thetas"],
 )  # fmt: skip
 def test_import_and_export_keep_every_weight_and_the_family(name: str, tmp_path: Path) -> None:
     """From several files. The import itself compares logits with transformers, the export its own."""

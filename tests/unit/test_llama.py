@@ -306,3 +306,5 @@ def test_flops_per_token() -> None:
         model(torch.zeros(1, seq_len, dtype=torch.long))
     norms = sum(p.numel() for n, p in model.named_parameters() if "norm" in n)
     assert model.flops_per_token(seq_len) * seq_len == 3 * counter.get_total_flops() + 6 * norms * seq_len
+    windowed = build(dataclasses.replace(config, windows=(8, 2 * seq_len)))  # the second layer's sees all
+    assert windowed.flops_per_token(seq_len) == model.flops_per_token(seq_len) - 12 * config.dim * (seq_len - 8)
