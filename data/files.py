@@ -13,7 +13,7 @@ import pyarrow as pa
 from isal import isal_zlib
 
 from config import Config, file_errors
-from storage import DamagedError, LocalStore, MissingError, S3Store, StoreError, join, open_store
+from storage import DamagedError, LocalStore, MissingError, StoreError, join, open_store
 
 LOCKS = 64  # lock files of a cache; each fetch holds one
 CHECKSUM_ATTEMPTS = 3  # fetches of a range before it counts as damaged
@@ -25,7 +25,7 @@ class Files:
     def __init__(self, url: str, config: Config) -> None:
         self.url = url.rstrip("/") or url
         self.store = open_store(self.url, config.comm.store_retry_seconds)
-        if isinstance(self.store, S3Store):
+        if not isinstance(self.store, LocalStore):
             folder = config.data.cache_folder or f"{tempfile.gettempdir()}/titanite-data-{os.getuid()}"
             self._cache = Cache(Path(folder), int(config.data.cache_gb * 1e9))
 

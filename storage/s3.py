@@ -17,6 +17,7 @@ from http.client import HTTPException
 from typing import IO, Any, cast
 
 import botocore.exceptions as aws
+import botocore.session
 import numpy as np
 from botocore.config import Config
 from botocore.parsers import ResponseParserError
@@ -65,8 +66,6 @@ class S3Store:
 
     def connect(self) -> Any:
         """Make a client with the current settings and credentials. It reads their files only once."""
-        import botocore.session  # slow, and most processes never need it
-
         config = Config(
             connect_timeout=CONNECT_SECONDS,
             read_timeout=ANSWER_SECONDS,

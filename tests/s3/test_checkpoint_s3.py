@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from checkpoint.manifest import committed
-from storage import OutageError, S3Store, open_store
+from storage import OutageError, open_store
+from storage.s3 import S3Store
 from tests.distributed.checkpoint_kills import survive_kills
 from tests.distributed.checkpoint_runs import Run, same, steps_in
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import storage
-from storage import DamagedError, LocalStore, MissingError, OutageError, S3Store, StoreError, open_store
+from storage import DamagedError, LocalStore, MissingError, OutageError, StoreError, open_store
+from storage.s3 import S3Store
 from tests.ports import free_port
 from tests.s3.server import s3_environment
 from tests.s3.stub import answering
