@@ -273,6 +273,7 @@ def test_every_config_loads_and_names_a_flavor(path: Path) -> None:
     [
         ("config", {"torch", "numpy"}),
         ("train", {"models.llama.hf", "models.trained", "models.generation", "data.chat", "validate", "transformers"}),
+        ("train", {"storage.s3", "botocore"}),
     ],
 )
 def test_what_is_not_needed_is_not_loaded(module: str, others: set[str]) -> None:
