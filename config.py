@@ -915,9 +915,8 @@ def help_text(config: Config, words: Sequence[str] = ()) -> str:
 
 
 def field_docs(section: type) -> dict[str, str]:
-    """Field of `section` → the string literal under it in this file's source."""
-    source = Path(__file__).read_text(encoding="utf-8").partition(f"\nclass {section.__name__}:\n")[2]
-    fields = re.findall(r'^    (\w+): .*\n    """((?s:.*?))"""', source.partition("\n\n\n")[0], re.MULTILINE)
+    """Field of `section` → the string literal under it in its source."""
+    fields = re.findall(r'^    (\w+): .*\n    r?"""((?s:.*?))"""', inspect.getsource(section), re.MULTILINE)
     return {name: inspect.cleandoc(text) for name, text in fields}
 
 

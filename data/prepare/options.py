@@ -2,16 +2,13 @@
 
 import argparse
 import dataclasses
-import inspect
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
-import msgspec
 from msgspec import Meta
 
-from config import Count, FolderOrS3, close_match, kind_name
+from config import Count, FolderOrS3, close_match, convert, field_docs
 from data.prepare.sources import File, has_keys
 from data.prepare.writer import LARGEST_SHARD_MB
 from data.shards import DataError
@@ -97,8 +94,7 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
     """Read the command line. Ends the process for what is no option."""
     parser = argparse.ArgumentParser("python -m data.prepare", description=Options.__doc__, allow_abbrev=False)
     kinds = get_type_hints(Options)
-    # Field → the text under it.
-    docs = dict(re.findall(r'^    (\w+): .*\n    r?"""(.*)"""', inspect.getsource(Options), re.MULTILINE))
+    docs = field_docs(Options)
     for name, about in docs.items():
         given: dict[str, Any] = {"default": getattr(Options, name, None), "type": kinds[name]}
         if name in ("source", "output"):
@@ -120,16 +116,13 @@ def parse_options(argv: Sequence[str] | None = None) -> Options:
 
 
 def check_options(options: Options) -> None:
-    """Raises DataError for a value that makes no sense, and for an option that would have no effect."""
+    """Raises ConfigError, DataError for a value that makes no sense, and for an option that would have no effect."""
 
     def refuse(name: str, wanted: str) -> None:
         raise DataError(f"--{name.replace('_', '-')} {getattr(options, name)}: {wanted}")
 
     for name, kind in get_type_hints(Options, include_extras=True).items():
-        try:
-            msgspec.convert(getattr(options, name), kind)
-        except msgspec.ValidationError:
-            refuse(name, f"must be {kind_name(kind)}")
+        convert(f"--{name.replace('_', '-')}", getattr(options, name), kind)
     for name, formats in ONLY_FOR.items():
         if getattr(options, name) and options.format not in formats:
             refuse(name, f"no effect with --format {options.format}")

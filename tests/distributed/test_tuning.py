@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
-import pytest
 import torch
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
@@ -70,9 +69,7 @@ def turns(number: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"after n{number} ?"}, {"role": "assistant", "content": answer}]
 
 
-def test_a_tuned_import_answers_in_transformers_as_here(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tuned_import_answers_in_transformers_as_here(tmp_path, capsys, monkeypatch):
     special = ["<eos>", "<|im_start|>", "<|im_end|>"]
     numbers = [f"n{i}" for i in range(NUMBERS)]
     words = ["<eos>", "<|im_start|>", "?", "user", "assistant", "after", "<|im_end|>", *numbers]

@@ -34,7 +34,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long
-def test_the_tutorial_works_as_written(checkout: Path) -> None:
+def test_the_tutorial_works_as_written(checkout):
     blocks = BLOCK.findall((ROOT / "docs" / "tutorial.md").read_text())
     script = "\n".join(["set -euo pipefail", *blocks])
     packages = [f"{sysconfig.get_path('stdlib')}/{name}" for name in PACKAGES]
@@ -62,7 +62,7 @@ def test_the_tutorial_works_as_written(checkout: Path) -> None:
     assert '"tutorial-slow"' in (checkout / "outputs" / "compare.html").read_text()
 
 
-def test_the_run_script_trains_on_text_and_says_what_to_do_next(checkout: Path) -> None:
+def test_the_run_script_trains_on_text_and_says_what_to_do_next(checkout):
     """./run_llama_train.sh, which is the README's first command, in a checkout that is set up."""
     for name in ("run_llama_train.sh", "setup.sh"):  # a script that is a link works where it leads
         (checkout / name).unlink()

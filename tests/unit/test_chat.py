@@ -78,7 +78,7 @@ def trained_texts(ours: Tokenizer, example: Example) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("ends_with", ["assistant", "user"])
-def test_each_answer_is_trained_in_the_ids_of_transformers(source: str, trained: list[str], ends_with: str) -> None:
+def test_each_answer_is_trained_in_the_ids_of_transformers(source, trained, ends_with):
     ours = tokenizer(source)
     turns = [*TURNS, TURNS[0]][: 4 + (ends_with == "user")]
     example = encode_conversation(ours, turns)
@@ -127,7 +127,7 @@ LAST = {"role": "assistant", "content": "Surely noon."}
         ),
     ],
 )
-def test_what_a_template_does_not_print_is_refused(source: str, turns: list[Any], tools: Any, lost: str) -> None:
+def test_what_a_template_does_not_print_is_refused(source, turns, tools, lost):
     ours = tokenizer(source)
     if lost:
         with pytest.raises(TitaniteError, match=rf"does not print .*{lost}.*--chat-template"):
@@ -156,12 +156,12 @@ def test_what_a_template_does_not_print_is_refused(source: str, turns: list[Any]
         ),
     ],
 )
-def test_templates_that_cannot_be_used_say_why(source: str, said: str) -> None:
+def test_templates_that_cannot_be_used_say_why(source, said):
     with pytest.raises(TitaniteError, match=said):
         encode_conversation(tokenizer(source), TURNS)
 
 
-def test_a_template_without_marks_is_refused_and_one_that_never_stops_is_told(caplog: Any) -> None:
+def test_a_template_without_marks_is_refused_and_one_that_never_stops_is_told(caplog):
     with pytest.raises(TitaniteError, match=r"--chat-template FILE; .*trl/chat_templates"):
         use_template(tokenizer(PLAIN.replace("{% generation %}", "").replace("{% endgeneration %}", "")), "")
     use_template(tokenizer(""), PLAIN)
@@ -183,7 +183,7 @@ DIALOGUES: list[tuple[list[Any], Any]] = [
 
 
 @pytest.mark.parametrize("file", MARKED, ids=lambda file: file.stem)
-def test_trl_s_marked_templates_give_its_ids_and_masks_or_a_refusal(file: Path) -> None:
+def test_trl_s_marked_templates_give_its_ids_and_masks_or_a_refusal(file):
     source = file.read_text()
     raw = byte_tokenizer("<|endoftext|>", *sorted({*re.findall(SPELT, source)} - {"<|endoftext|>"})).raw
     ours = Tokenizer(raw, "<|endoftext|>", bos_token="<|endoftext|>", chat_template=source)
@@ -212,7 +212,7 @@ def test_trl_s_marked_templates_give_its_ids_and_masks_or_a_refusal(file: Path) 
         (LAST, {"function": {"name": "f", "description": '<a"b>'}}),
     ],
 )
-def test_special_tokens_are_looked_for_in_what_is_said(turn: Any, tool: Any) -> None:
+def test_special_tokens_are_looked_for_in_what_is_said(turn, tool):
     """Not in roles, keys or types, and as the text has them, not as JSON spells them."""
     raw = byte_tokenizer(*SPECIAL, "user", "function", "object", '<a"b>').raw
     ours = Tokenizer(raw, "<|endoftext|>", chat_template=WITH_TOOLS)
@@ -223,7 +223,7 @@ def test_special_tokens_are_looked_for_in_what_is_said(turn: Any, tool: Any) -> 
             encode([asked, turn, LAST], [tool])
 
 
-def test_calls_and_tools_that_are_json_text_become_objects() -> None:
+def test_calls_and_tools_that_are_json_text_become_objects():
     arguments = '{"x": null, "n": [1]}'
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     messages, tools = read_conversation({"messages": [TURNS[0], called], "tools": json.dumps([TOOL]), "id": 3})
@@ -232,7 +232,7 @@ def test_calls_and_tools_that_are_json_text_become_objects() -> None:
     assert tools == [TOOL]
 
 
-def test_template_and_special_tokens_of_a_folder_are_those_of_transformers(tmp_path: Path) -> None:
+def test_template_and_special_tokens_of_a_folder_are_those_of_transformers(tmp_path):
     """Where tokenizer_config.json, an older file and chat templates with names hold them; in a dataset of it, too."""
     source = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|" + PLAIN
     declared = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": {"__type": "AddedToken", "content": "<s>"}}
@@ -269,7 +269,7 @@ def test_template_and_special_tokens_of_a_folder_are_those_of_transformers(tmp_p
         ("{{ messages[1].content }}", ""),
     ],
 )
-def test_the_token_that_ends_an_answer(source: str, stop: str) -> None:
+def test_the_token_that_ends_an_answer(source, stop):
     ours = tokenizer(source)
     found = ChatTemplate(source, ours).stop_ids
     assert [ours.raw.id_to_token(token) for token in found] == [stop] * bool(stop)

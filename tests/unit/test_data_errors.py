@@ -207,7 +207,7 @@ def test_ranks_with_other_settings_or_datasets_do_not_start(folder, tmp_path):
     assert [[message.partition(";")[0] for message in own] for own in said] == [[*cases], [*cases]]
 
 
-def test_a_cache_folder_that_went_away_is_named(tmp_path: Path) -> None:
+def test_a_cache_folder_that_went_away_is_named(tmp_path):
     cache, content = Cache(tmp_path / "cache", 1000), b"tokens"
     checksum = isal_zlib.crc32(content)
     assert cache.map("0123456789abcdef", lambda: content, len(content), checksum) == content

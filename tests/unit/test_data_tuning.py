@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,14 @@ import pytest
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
-from config import Config, TitaniteError, from_dict
-from data.loader import IGNORED, DataLoader, validation_batches
-from data.packing import HIDDEN, START, TOKEN_BITS, pack
+from config import TitaniteError, from_dict
+from data.loader import IGNORED, Batch, DataLoader, validation_batches
+from data.packing import HIDDEN, TOKEN_BITS
 from data.prepare import main as prepare
 from data.prepare.tuning import encode_example
-from data.shards import DataError, open_dataset
+from data.shards import DataError, check_datasets, open_dataset, with_chat_template
 from data.tokenizer import Tokenizer
-from tests.corpus import documents_in, stored_blocks, word_tokenizer, write_dataset
+from tests.corpus import data_config, documents_in, stored_blocks, word_tokenizer, write_dataset
 
 WORDS = ("<eos>", "<|u|>", "<|a|>", "<|end|>", "two", "plus", "is", "four", "five", "what", "?", "so")
 EOS, USER, ASSISTANT, END, TWO, PLUS, IS, FOUR, FIVE, WHAT, ASK, SO = range(len(WORDS))
@@ -49,14 +50,11 @@ def shown(tokens: Iterable[int]) -> list[tuple[int, bool]]:
     return [(int(token) & TOKEN_BITS, token < HIDDEN) for token in tokens]
 
 
-def prepared(folder: Path, tokenizer: Tokenizer, rows: list[Any], *options: str, kind: str = "jsonl") -> Path:
+def prepared(folder: Path, tokenizer: Tokenizer, rows: list[Any], *options: str) -> Path:
     """The dataset that data.prepare makes of these rows."""
     tokenizer.save(folder)
-    if kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(rows), folder / "a.parquet")
-    else:
-        (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [f"--source={folder}/a.{kind}", f"--tokenizer={folder}", f"--output={folder}/set"]
+    (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [f"--source={folder}/a.jsonl", f"--tokenizer={folder}", f"--output={folder}/set"]
     prepare([*command, "--validation-fraction=0", *options])
     return folder / "set"
 
@@ -87,7 +85,7 @@ def user(content: str) -> dict[str, str]:
         ),
     ],
 )
-def test_only_responses_are_trained(format: str, values: list[Any], expected: list[tuple[int, bool]]) -> None:
+def test_only_responses_are_trained(format, values, expected):
     assert shown(encode_example(json.dumps(values), format, tokenizer())) == expected
 
 
@@ -111,12 +109,9 @@ def test_only_responses_are_trained(format: str, values: list[Any], expected: li
         ("chat", {"prompt": [ASKED], "completion": [ANSWERED]}, "join prompt and completion"),
     ],
 )
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_rows_that_cannot_be_used_are_refused_by_name(
-    format: str, row: Any, named: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_cannot_be_used_are_refused_by_name(format, row, named, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        prepared(tmp_path, tokenizer(), [row], f"--format={format}", "--seq-len=9", kind=kind)
+        prepared(tmp_path, tokenizer(), [row], f"--format={format}", "--seq-len=9")
     assert named in capsys.readouterr().err
     assert not (tmp_path / "set").exists()
 
@@ -128,13 +123,13 @@ def test_rows_that_cannot_be_used_are_refused_by_name(
         ("a.json", '[{"prompt": "what, so ?", "response": " is \\"four\\""}]'),
     ],
 )
-def test_pairs_are_read_by_either_name(name: str, content: str, tmp_path: Path) -> None:
+def test_pairs_are_read_by_either_name(name, content, tmp_path):
     (tmp_path / name).write_text(content)
     (text,) = documents_in(tmp_path / name, ["prompt", "response"], "sft")
     assert json.loads(text) == ["what, so ?", ' is "four"']
 
 
-def test_nulls_with_which_a_table_pads_its_objects_are_left_out(tmp_path: Path) -> None:
+def test_nulls_with_which_a_table_pads_its_objects_are_left_out(tmp_path):
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     rows = [[ASKED | {"name": "Bob"}, {"role": "assistant", "content": "", "tool_calls": [call]}], [ASKED, ANSWERED]]
     pq.write_table(pa.Table.from_pylist([{"messages": row} for row in rows]), tmp_path / "a.parquet")
@@ -142,102 +137,84 @@ def test_nulls_with_which_a_table_pads_its_objects_are_left_out(tmp_path: Path) 
     assert [json.loads(text) for text in found] == [[row] for row in rows]
 
 
-def test_packing_wastes_little() -> None:
-    numbers = random.Random(1)
-    examples = [[START | HIDDEN | 5] * numbers.randint(2, 41) for _ in range(500)]
-    rows = pack(pa.array(examples, pa.list_(pa.uint32())), 64, EOS)
-    assert len(rows) * 64 < 1.1 * sum(map(len, examples))
+@pytest.fixture(scope="module")
+def examples() -> list[tuple[list[int], list[int]]]:
+    """300 prompts and responses in ids, each pair with a number of its own at its beginning and its end."""
+    numbers = random.Random(2)
+
+    def some(ids: range) -> list[int]:
+        return numbers.choices(ids, k=numbers.randint(1, 8))
+
+    return [([i, *some(range(400, 600))], [*some(range(700, 900)), i]) for i in range(1, 301)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed dataset of 300 prompts and responses, each with a number of its own in it."""
+def folder(examples, tmp_path_factory):
+    """A packed dataset of them."""
     folder = tmp_path_factory.mktemp("tuning")
-    numbers = random.Random(2)
-
-    def words(first: int) -> str:
-        return " ".join(f"w{numbers.randint(first, first + 200)}" for _ in range(numbers.randint(1, 8)))
-
-    rows = [{"q": f"w{i} {words(400)}", "a": f" {words(700)} w{i}"} for i in range(1, 301)]
+    texts = [[" ".join(f"w{id}" for id in ids) for ids in example] for example in examples]
+    rows = [{"q": question, "a": f" {answer}"} for question, answer in texts]
     options = ["--format=sft", "--keys=q,a", "--seq-len=32", "--validation-fraction=0.1", "--block-mb=0.002"]
-    prepared(folder, word_tokenizer(1000), rows, *options)
-    return folder
+    return prepared(folder, word_tokenizer(1000), rows, *options)
 
 
-def settings(folder: Path) -> Config:
-    data = {"datasets": [str(folder / "set")], "mask_documents": True, "window_blocks": 2}
-    return from_dict({"data": data, "training": {"seq_len": 32, "local_batch_size": 4}})
+def rows_of(batches: list[Batch]) -> list[Any]:
+    """(tokens, labels, positions) of each row."""
+    rows = []
+    for batch in batches:
+        rows += zip(*(tensor.tolist() for tensor in batch), strict=True)
+    return rows
 
 
-def check_row(tokens: list[int], labels: list[int], positions: list[int]) -> list[int]:
-    """Every rule of a packed row; the numbers of its examples."""
-    found = []
-    starts = [i for i, position in enumerate(positions) if position == 0]
-    for first, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
-        part = tokens[first:stop]
-        assert positions[first:stop] == list(range(stop - first))
-        if set(part) == {0}:  # padding
-            assert labels[first:stop] == [IGNORED] * (stop - first)
-            continue
-        assert part[-1] == 0
-        number = part[0]
-        assert part[-2] == number, "whole: its number is at its beginning and at its end"
-        expected = [
-            t if t >= 700 or t == 0 or (t == number and i == stop - first - 2) else IGNORED for i, t in enumerate(part)
-        ]
-        assert labels[first:stop] == [*expected[1:], IGNORED]
-        found.append(number)
-    return found
+def parts_of(row: list[list[int]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(tokens, labels) of all whose positions begin at 0, but for the padding."""
+    tokens, labels, positions = row
+    bounds = [place for place, position in enumerate(positions) if position == 0] + [len(tokens)]
+    assert positions == [i for first, stop in pairwise(bounds) for i in range(stop - first)]
+    parts = [(tuple(tokens[first:stop]), tuple(labels[first:stop])) for first, stop in pairwise(bounds)]
+    return [part for part in parts if any(part[0]) or {*part[1]} != {IGNORED}]
 
 
-def test_batches_hold_whole_examples_each_seen_once_per_epoch(folder: Path) -> None:
-    config = settings(folder)
-    dataset = open_dataset(str(folder / "set"))
-    rows = dataset.split("train").total_tokens // 32
+def test_batches_hold_whole_examples_each_seen_once_per_epoch(examples, folder):
+    expected = []
+    for asked, answered in examples:
+        labels = (*[IGNORED] * (len(asked) - 1), *answered, 0, IGNORED)
+        expected.append(((*asked, *answered, 0), labels))
+    data = {"datasets": [str(folder)], "mask_documents": True, "window_blocks": 2}
+    config = from_dict({"data": data, "training": {"seq_len": 32, "local_batch_size": 4}})
+    size = open_dataset(str(folder)).split("train").total_tokens // 32
+    assert size * 32 < 1.1 * sum(len(tokens) for tokens, _ in expected), "packing wastes little"
     loaders = [DataLoader(config, rank, 2) for rank in range(2)]
-    numbers: list[int] = []
-    seen = 0
-    while seen < rows:
-        for loader in loaders:
-            (batch,) = loader.next_step()
-            for row in zip(*(tensor.tolist() for tensor in batch), strict=True):
-                examples = check_row(*row)
-                numbers += examples if seen < rows else []  # the last batch reaches into the second epoch
-                seen += 1
-    for batch in validation_batches(config, 0, 1):
-        for row in zip(*(tensor.tolist() for tensor in batch), strict=True):
-            numbers += check_row(*row)
-    assert sorted(numbers) == list(range(1, 301))
+    batches = [loader.next_step()[0] for _ in range(size) for loader in loaders]
     for loader in loaders:
         loader.close()
+    held_out = list(validation_batches(config, 0, 1))
+    found = []
+    for row in [*rows_of(batches)[:size], *rows_of(held_out)]:
+        found += parts_of(row)
+    assert sorted(found) == sorted(expected)
 
 
-def test_epochs_are_steps_and_a_set_that_holds_nothing_out_is_not_validated(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
+def test_epochs_are_steps_and_a_set_that_holds_nothing_out_is_not_validated(tmp_path):
     plain = write_dataset(tmp_path / "plain", [[[1] * 39 + [0]] * 40], vocab_size=64)  # 1,600 tokens, none held out
     training = {"seq_len": 32, "local_batch_size": 4, "epochs": 3}
     config = from_dict({"data": {"datasets": [str(plain)]}, "training": training})
-    loader = DataLoader(config, 0, 1)
-    settled = loader.settle(config)
+    with closing(DataLoader(config, 0, 1)) as loader:
+        settled = loader.settle(config)
     assert (settled.training.steps, settled.validation.enable) == (38, False)  # of 128 tokens each
-    loader.close()
-    assert "the data holds nothing out, so nothing is validated" in caplog.text
 
 
 @pytest.mark.parametrize("section", ["data", "validation"])
-def test_settings_that_would_cut_or_mix_examples_are_refused(folder: Path, tmp_path: Path, section: str) -> None:
+def test_settings_that_would_cut_or_mix_examples_are_refused(folder, tmp_path, section):
     plain = write_dataset(tmp_path / "plain", [[[1, 2, 0]] * 20])
-    values = {"data": {"datasets": [str(plain)]}} | {section: {"datasets": [str(folder / "set")]}}
-    with pytest.raises(TitaniteError, match=r"training.seq_len = 16: must be 32, the --seq-len"):
-        DataLoader(from_dict(values | {"training": {"seq_len": 16}}), 0, 1)
-    with pytest.raises(TitaniteError, match=r"data.mask_documents = false: must be true"):
-        DataLoader(from_dict(values | {"training": {"seq_len": 32}}), 0, 1)
+    values = {"data": {"datasets": [str(plain)]}} | {section: {"datasets": [str(folder)]}}
+    for seq_len, named in ((16, "training.seq_len = 16: .* 32"), (32, "data.mask_documents = false")):
+        with pytest.raises(TitaniteError, match=named):
+            check_datasets(from_dict(values | {"training": {"seq_len": seq_len}}))
 
 
-def test_long_examples_are_left_out_and_counted(tmp_path: Path) -> None:
-    """And so are bad ones, each with its place."""
+def test_long_examples_are_left_out_and_counted(tmp_path):
+    """And so are bad ones."""
     rows: list[Any] = [{"prompt": question, "response": " is four"} for question in ("two", "what ?")]
     rows.insert(1, {"prompt": "two", "response": ""})
     folder = prepared(tmp_path, tokenizer(), rows, "--format=sft", "--seq-len=4", "--skip-bad=1")
@@ -246,17 +223,15 @@ def test_long_examples_are_left_out_and_counted(tmp_path: Path) -> None:
     manifest = json.loads((folder / "manifest.json").read_bytes())
     counts = [manifest[name] for name in ("conversations", "dropped", "bad_records", "trained_tokens")]
     assert counts == [2, 1, 1, 3]
-    begin = len(json.dumps(rows[0])) + 1
-    assert (folder / "bad_records.log").read_text().startswith(f"{tmp_path}/a.jsonl, line at byte {begin}: ")
 
 
-def test_examples_that_are_all_too_long_make_no_dataset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_that_are_all_too_long_make_no_dataset(tmp_path, capsys):
     with pytest.raises(SystemExit):
         prepared(tmp_path, tokenizer(), [{"prompt": "two " * 9, "response": "so"}], "--format=sft", "--seq-len=4")
     assert "--seq-len" in capsys.readouterr().err
 
 
-def test_training_on_prepared_conversations_needs_no_transformers(tmp_path: Path) -> None:
+def test_training_on_prepared_conversations_needs_no_transformers(tmp_path):
     """And a preparation without it ends in one line."""
     rows = [{"messages": [ASKED, ANSWERED]}] * 20
     folder = prepared(tmp_path, tokenizer(), rows, "--format=chat", "--seq-len=14")
@@ -278,26 +253,26 @@ def test_training_on_prepared_conversations_needs_no_transformers(tmp_path: Path
     assert "requirements-tuning.txt" in last
 
 
-def test_a_mixture_has_the_template_of_its_conversations(tmp_path: Path) -> None:
+def test_a_mixture_has_the_template_of_its_conversations(tmp_path):
     own = tokenizer()
     text = {"plain": TEMPLATE + "{# plain #}", "one": TEMPLATE, "other": TEMPLATE + "{# another #}"}
+    folders = {}
     for name, template in text.items():
         own.chat_template = template
         row = {"text": "two so", "messages": [user("two"), ANSWERED | {"content": "so"}]}
         options = [] if name == "plain" else ["--format=chat", "--seq-len=32"]
         (tmp_path / name).mkdir()
-        prepared(tmp_path / name, own, [row] * 30, *options)
+        folders[name] = prepared(tmp_path / name, own, [row] * 30, *options)
 
-    def loader_of(*names: str) -> DataLoader:
-        data = {"datasets": [str(tmp_path / name / "set") for name in names], "mask_documents": True}
-        config = from_dict({"data": data, "training": {"seq_len": 32}, "validation": {"enable": False}})
-        return DataLoader(config, 0, 1)
+    def template_of(*names: str) -> str:
+        chosen = [folders[name] for name in names]
+        datasets, _ = check_datasets(data_config(*chosen, data__mask_documents=True, training__seq_len=32))
+        return with_chat_template(datasets).tokenizer().chat_template
 
-    for names in (("plain", "one"), ("other", "plain")):  # the plain set's own is its tokenizer's
-        with closing(loader_of(*names)) as loader:
-            assert loader.tokenizer.chat_template == text[min(names)]
-    with pytest.raises(TitaniteError, match=r"other/set was made with another chat template than .*/one/set"):
-        loader_of("plain", "one", "other")
-    (tmp_path / "one" / "set" / "chat_template.jinja").write_text("another")
-    with pytest.raises(DataError, match=r"chat_template\.jinja is not the one that made the data"):
-        loader_of("one")
+    assert template_of("plain", "one") == text["one"]  # the plain set's own is its tokenizer's
+    assert template_of("other", "plain") == text["other"]
+    with pytest.raises(TitaniteError, match=r"other/set .*/one/set"):
+        template_of("plain", "one", "other")
+    (folders["one"] / "chat_template.jinja").write_text("another")
+    with pytest.raises(DataError, match=r"chat_template\.jinja"):
+        template_of("one")

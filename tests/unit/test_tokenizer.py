@@ -50,7 +50,7 @@ def with_template(texts: list[str], eos: AddedToken, template: str) -> RawTokeni
         ("<|end_of_text|> <|endoftext|> $A <|end_of_text|>", "<|endoftext|>"),
     ],
 )
-def test_documents_have_the_bos_of_the_template_and_one_eos(texts: list[str], template: str, bos: str | None) -> None:
+def test_documents_have_the_bos_of_the_template_and_one_eos(texts, template, bos):
     """Also where the text spells special tokens out, or is longer than its tokenizer was told to cut and pad it to."""
     raw = with_template(texts, END, template)
     raw.enable_truncation(4)
@@ -65,9 +65,7 @@ def test_documents_have_the_bos_of_the_template_and_one_eos(texts: list[str], te
         assert tokenizer.encode(text) == document[:-1]
 
 
-def test_which_token_ends_a_document_and_which_template_a_tokenizer_has(
-    texts: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_which_token_ends_a_document_and_which_template_a_tokenizer_has(texts, tmp_path, caplog):
     """A template in a file of its own goes first, as in transformers."""
     with_template(texts, END, "$A").save(str(tmp_path / "tokenizer.json"))
     several = [{"name": "rag", "template": "documents"}, {"name": "default", "template": "plain"}]
@@ -90,7 +88,7 @@ def test_which_token_ends_a_document_and_which_template_a_tokenizer_has(
 
 
 @pytest.mark.parametrize("kind", ["not special", "Unigram", "between spaces"])
-def test_a_token_that_a_text_can_spell_out_does_not_end_documents(texts: list[str], kind: str) -> None:
+def test_a_token_that_a_text_can_spell_out_does_not_end_documents(texts, kind):
     if kind == "not special":
         raw = with_template(texts, AddedToken("</s>", special=False), "$A")
     elif kind == "Unigram":
@@ -105,7 +103,7 @@ def test_a_token_that_a_text_can_spell_out_does_not_end_documents(texts: list[st
         Tokenizer(raw, "</s>", "mine")
 
 
-def test_a_tokenizer_is_learnt_from_pieces_of_a_very_long_word() -> None:
+def test_a_tokenizer_is_learnt_from_pieces_of_a_very_long_word():
     """The time to learn from a word grows with the square of its length: 40,000 letters took a second."""
     text = "x" * 2**14
     learnt = train_tokenizer([text], 300)
@@ -113,7 +111,7 @@ def test_a_tokenizer_is_learnt_from_pieces_of_a_very_long_word() -> None:
     assert learnt.decode(learnt.encode(text)) == text
 
 
-def test_dropout_is_off(texts: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_dropout_is_off(texts, tmp_path, caplog):
     """A text has the ids that it has without, twice, and in transformers, too."""
     train_tokenizer(texts, 400).save(tmp_path)
     expected = load_tokenizer(tmp_path).encode(texts[0])
@@ -165,9 +163,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("tokenizer_class", "model_type"), PAIRS)
-def test_every_way_to_ids_is_that_of_transformers_on_the_model_s_folder(
-    tokenizer_class: str, model_type: str, texts: list[str], tmp_path: Path
-) -> None:
+def test_every_way_to_ids_is_that_of_transformers_on_the_model_s_folder(tokenizer_class, model_type, texts, tmp_path):
     """Text, pairs, conversations, answers and prompts, from the folder, a dataset of it, and what an import keeps."""
     folder = tmp_path / "model"
     write_model(folder, texts, tokenizer_class, model_type)
@@ -189,9 +185,7 @@ def test_every_way_to_ids_is_that_of_transformers_on_the_model_s_folder(
         assert (tmp_path / "set" / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_a_model_s_tokenizer_is_refused_without_transformers(
-    texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_s_tokenizer_is_refused_without_transformers(texts, tmp_path, monkeypatch):
     """Its files alone are read."""
     write_model(tmp_path / "gpt2", texts, "GPT2Tokenizer", "gpt2")
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -201,9 +195,7 @@ def test_a_model_s_tokenizer_is_refused_without_transformers(
     load_tokenizer(tmp_path / "gpt2" / "tokenizer.json")
 
 
-def test_a_tokenizer_with_code_of_its_own_is_read_by_its_tokenizer_json(
-    texts: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tokenizer_with_code_of_its_own_is_read_by_its_tokenizer_json(texts, tmp_path, caplog):
     write_model(tmp_path / "model", texts, "OwnTokenizer", "own")
     expected = RawTokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")).encode(SPOKEN).ids
     declared = {"eos_token": "<|endoftext|>", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
