@@ -20,7 +20,7 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from checkpoint.branch import read_parent
-from config import Config, TitaniteError, command_line, from_dict, read_recorded
+from config import TitaniteError, command_line, from_dict, read_recorded
 from data.ledger import Position, Start, checksum, read_ledger
 from data.shards import Dataset, Split, open_dataset
 from data.stream import Stream
@@ -47,7 +47,7 @@ class Step(NamedTuple):
 def open_datasets(run: Path, steps: Sequence[Step]) -> tuple[list[Dataset], dict[str, Stream]]:
     """The datasets of `steps`, and hash → stream, to be read anywhere.
 
-    Looks for each where the steps found it, then where the run's config names it. Raises TitaniteError.
+    Each must be where the steps found it, or a link to it. Raises TitaniteError.
     """
     config = from_dict(read_recorded((run / "config.toml").read_bytes(), run))
     urls: dict[str, str] = {}
@@ -58,25 +58,13 @@ def open_datasets(run: Path, steps: Sequence[Step]) -> tuple[list[Dataset], dict
     found = []
     streams = {}
     for name, url in urls.items():
-        dataset = _find(name, url, config)
+        dataset = open_dataset(url, config)
+        if dataset.hash != name:
+            what = f"holds dataset {dataset.hash}, this run has read {name} there: put that, or a link to it, back"
+            raise TitaniteError(f"{url}: {what}")
         found.append(dataset)
         streams[name] = Stream(dataset.split("train"), name, readers, order.seed, order.window_blocks)
     return found, streams
-
-
-def _find(name: str, url: str, config: Config) -> Dataset:
-    """Find the dataset with hash `name` at `url` or in data.datasets. Raises TitaniteError."""
-    others = []
-    for place in filter(None, dict.fromkeys([url, *config.data.datasets])):
-        try:
-            dataset = open_dataset(place.rstrip("/"), config)
-            if dataset.hash == name:
-                return dataset
-            others.append(f"{place}: holds dataset {dataset.hash}")
-        except TitaniteError as error:
-            others.append(str(error))
-    advice = "put it back, or name its new place in data.datasets of the run's config.toml"
-    raise TitaniteError(f"{'; '.join(others)}; this run has read dataset {name} at {url}: {advice}")
 
 
 def located(streams: Mapping[str, Stream], step: Step) -> Iterator[tuple[Stream, int, int]]:

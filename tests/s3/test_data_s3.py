@@ -1,7 +1,5 @@
 """Training data from a real S3 server, sound and misbehaving."""
 
-import gzip
-import json
 import os
 import threading
 import zlib
@@ -143,17 +141,15 @@ def test_what_does_not_pass_stops_the_run_and_names_the_file(remote, tmp_path, p
     loader.close()
 
 
-def test_prepare_reads_s3_and_verify_checks_what_lies_there(bucket, remote, tmp_path, capsys):
-    lines = "".join(json.dumps({"text": f"document {i} " + "words " * (i % 7)}) + "\n" for i in range(200)).encode()
+def test_prepare_reads_s3_and_verify_checks_what_lies_there(bucket, remote, tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "document {i}"}}\n' for i in range(200)))
     system, _ = fsspec.core.url_to_fs(bucket, skip_instance_cache=True)
-    system.pipe_file(f"{bucket}/in/a.jsonl.gz", gzip.compress(lines))
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines))
-    for name, source in (("s3", f"{bucket}/in"), ("local", f"{tmp_path}/a.jsonl.gz")):
+    system.pipe_file(f"{bucket}/in/a.jsonl", (tmp_path / "a.jsonl").read_bytes())
+    for name, source in (("s3", f"{bucket}/in"), ("local", f"{tmp_path}/a.jsonl")):
         prepare([source], str(tmp_path / name), vocab_size=300, processes=1)
     for file in (tmp_path / "local").iterdir():
         assert (tmp_path / "s3" / file.name).read_bytes() == file.read_bytes()
     verify.main([remote])
-    assert "no faults" in capsys.readouterr().out
     shard = f"{remote}/train-00000.arrow"
     system.pipe_file(shard, system.cat_file(shard).replace(b"\1\0\2\0", b"\1\0\3\0"))
     with pytest.raises(SystemExit, match="faults: 1"):
