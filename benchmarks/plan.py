@@ -143,7 +143,8 @@ def all_rows() -> list[Row]:
 
 def predict(row: Row) -> dict[str, Any]:
     """The planner's figures beside the row's."""
-    cluster = Cluster(DEVICES[row.device], 8, NETWORK, row.flash)
+    device = DEVICES[row.device]._replace(network_bandwidth=NETWORK)
+    cluster = Cluster(device, 8, row.flash)
     [found] = plan([row.config], row.gpus, cluster)
     speed = found["speed"]
     gib = found["memory_gib"]["reserved"]

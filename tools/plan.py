@@ -1,4 +1,4 @@
-"""Plan a run for any cluster on a laptop: its memory, traffic, speed, checkpoints and failures.
+"""Plan a run for any cluster on a laptop: its memory, traffic and speed.
 
     python -m tools.plan --config train_configs/llama3_8b.toml --world-size 64 --device h100
     python -m tools.plan --config train_configs/llama3_70b.toml --world-size 256 --sweep
@@ -29,8 +29,7 @@ RESERVED = {False: 1.03, True: 1.25}  # memory that torch reserves / allocated: 
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 DEGREES = (1, 2, 4, 8)
 LONG = 2**15  # tokens of a sequence, from which on a sweep splits it
-SHOWN = 4  # layouts of a sweep
-PER_LAYOUT = 2  # most of one layout: others may be nearly as fast
+SHOWN = 6  # layouts of a sweep
 
 
 def plan(configs: Sequence[Config], world_size: int, cluster: Cluster) -> list[dict[str, Any]]:
@@ -60,12 +59,15 @@ def _plan_one(case: Case, counts: Counts, cluster: Cluster) -> dict[str, Any]:
     memory["reserved"] = reserved(counts, case) / GIB
     memory["device"] = device.memory_bytes / GIB
     sequences = config.training.local_batch_size * case.dims.dp * case.microbatches
+    tokens_per_step = config.training.max_seq_len * sequences
     return {
         "layout": str(case.dims),
         "mode": config.activation_checkpoint.mode,
         "local_batch_size": config.training.local_batch_size,
         "parameters": parameters,
-        "tokens_per_step": config.training.max_seq_len * sequences,
+        "tokens_per_step": tokens_per_step,
+        "tokens": tokens_per_step * config.training.steps,
+        "days": speed["step_seconds"] * config.training.steps / 86400,
         "memory_gib": memory,
         "fits": memory["reserved"] <= memory["device"],
         "traffic": {key: size for key, size in counts.items() if isinstance(key, Message)},
@@ -75,29 +77,13 @@ def _plan_one(case: Case, counts: Counts, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def plan_run(planned: Mapping[str, Any], steps: int, options: argparse.Namespace) -> dict[str, float]:
-    """Days of a run, time of a checkpoint, failures, and the interval that loses least time to both.
-
-    That is sqrt(2 C M), for a checkpoint of C seconds and M seconds between failures (Young 1974). The run's mean time
-    to failure is that of a node divided by the number of nodes.
-    """
-    tokens = options.tokens or steps * planned["tokens_per_step"]
-    seconds = tokens / planned["speed"]["tokens_per_second"] / options.world_size
-    write = planned["checkpoint_bytes"] / (1e9 * options.storage_bandwidth)
-    mttf = 3600 * options.mttf_hours / math.ceil(options.world_size / options.gpus_per_node)
-    interval = math.sqrt(2 * write * mttf)
-    lost = write / interval + interval / (2 * mttf)
-    found = {"tokens": tokens, "days": seconds / 86400, "write_seconds": write, "failures": seconds / mttf}
-    return found | {"interval_seconds": interval, "lost_pct": 100 * lost}
-
-
 # -- the sweep
 
 
 def sweep(config: Config, world_size: int, cluster: Cluster) -> list[dict[str, Any]]:
-    """Plans of the fastest layouts that fit, with their modes and batches, the fastest first.
+    """Plans of the fastest layouts that fit, each with its fastest mode and batch, the fastest first.
 
-    Rough counts of all layouts say which are planned.
+    Rough counts of all say which are planned.
     """
     shared = count_modes(config, world_size)
     ranked = []
@@ -108,13 +94,11 @@ def sweep(config: Config, world_size: int, cluster: Cluster) -> list[dict[str, A
             speed = estimate(rough, tried, case.dims, cluster)["tokens_per_second"]
             ranked.append((speed, tried))
     ranked.sort(key=lambda pair: -pair[0])
-    taken: Counter[Any] = Counter()
-    chosen = []
+    fastest: dict[Any, Config] = {}  # of each layout
     for _, tried in ranked:
-        taken[tried.parallelism] += 1
-        if taken[tried.parallelism] <= PER_LAYOUT:
-            chosen.append(tried)
-    fitting = [found for found in plan(chosen[:SHOWN], world_size, cluster) if found["fits"]]
+        fastest.setdefault(tried.parallelism, tried)
+    plans = plan(list(fastest.values())[:SHOWN], world_size, cluster)
+    fitting = [found for found in plans if found["fits"]]
     if not fitting:
         raise ConfigError("no layout, mode and batch of the sweep fits; plan one of your own without --sweep")
     return sorted(fitting, key=lambda found: -found["speed"]["tokens_per_second"])
@@ -197,7 +181,6 @@ def plan_text(found: Mapping[str, Any]) -> str:
     """A plan as text."""
     held = found["memory_gib"]
     speed = found["speed"]
-    run = found["run"]
     memory = [f"  {cause:<14}{held[cause]:>9.2f}" for cause in ("weights", "optimizer", "peak", "reserved")]
     traffic = [f"  {axis:<14}{kind:<16}{size / GIB:>9.3f} GiB" for (axis, kind), size in found["traffic"].items()]
     parts = ("matmul", "attention", "pointwise", "optimizer", "intra_node", "inter_node", "bubble", "idle")
@@ -217,11 +200,8 @@ def plan_text(found: Mapping[str, Any]) -> str:
         f"\nspeed  [modelled on the counts; {trust}]",
         f"  {_rates(found)}; MFU {100 * speed['mfu']:.1f} % of bfloat16's peak",
         f"  {speed['step_seconds']:.3f} s per step: " + ", ".join(f"{name} {speed[name]:.3f}" for name in parts),
-        f"  {run['tokens'] / 1e9:,.1f} G tokens in {run['days']:,.1f} days",
-        "\ncheckpoints  [size counted; the rest from --storage-bandwidth and --mttf-hours]",
-        f"  {found['checkpoint_bytes'] / GIB:,.1f} GiB, written in {run['write_seconds']:,.0f} s",
-        f"  {run['failures']:.1f} failures expected; cheapest interval {run['interval_seconds'] / 60:.0f} min, "
-        f"{run['lost_pct']:.1f} % of the time lost",
+        f"  {found['days']:,.1f} days for {found['tokens'] / 1e9:,.1f} G tokens",
+        f"\na checkpoint: {found['checkpoint_bytes'] / GIB:,.1f} GiB  [counted]",
     ]
     return "\n".join(lines)
 
@@ -246,30 +226,26 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster]:
     add("--device", choices=sorted(DEVICES), default="h100", help="(default %(default)s)")
     add("--gpus-per-node", type=int, default=8, help="(default %(default)s)")
     add("--bandwidth", type=float, help="network per device and direction, 1e9 bytes/s (default: the device's)")
-    add("--tokens", type=float, help="token budget (default: the config's steps)")
-    add("--mttf-hours", type=float, default=20_000.0, help="mean time to failure of a node (default %(default)s)")
-    add("--storage-bandwidth", type=float, default=10.0, help="of all ranks, 1e9 bytes/s (default %(default)s)")
     add("--sweep", action="store_true", help="rank the layouts that fit")
     options, rest = parser.parse_known_args(argv)
-    for name, value in vars(options).items():
-        if isinstance(value, int | float) and name != "sweep" and not 0 < value < math.inf:
+    for name in ("world_size", "gpus_per_node", "bandwidth"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < math.inf:
             raise ConfigError(f"--{name.replace('_', '-')} = {value}: must be above 0")
     device = DEVICES[options.device]
+    if options.bandwidth:
+        device = device._replace(network_bandwidth=1e9 * options.bandwidth)
     config = settle_model(load_config(rest))
     check_effects(config)
     if config.float8.enable and device.float8_flops is None:
         raise ConfigError(f"float8.enable = true: {options.device} has no float8 matmul")
-    if config.training.epochs and not options.tokens:
-        raise ConfigError(f"training.epochs = {config.training.epochs:g}: depends on the data; say --tokens")
+    if config.training.epochs:
+        raise ConfigError(f"training.epochs = {config.training.epochs:g}: depends on the data; plan training.steps")
     _, batch = parse_schedule(config.training.global_batch_size)[-1]
     last = replace(config.training, seq_len=config.training.max_seq_len, global_batch_size=batch)
     if last != config.training:
         print("planned as if all steps had the last batch and the longest sequences", file=sys.stderr)
-    bandwidth = device.network_bandwidth
-    if options.bandwidth:
-        bandwidth = 1e9 * options.bandwidth
-    cluster = Cluster(device, options.gpus_per_node, bandwidth)
-    return options, replace(config, training=last), cluster
+    return options, replace(config, training=last), Cluster(device, options.gpus_per_node)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -281,7 +257,7 @@ def main(argv: Sequence[str]) -> None:
             print(f"{_rates(found)}  {found['memory_gib']['reserved']:.1f} GiB  {what}")
         return
     [found] = plan([config], options.world_size, cluster)
-    print(plan_text(found | {"run": plan_run(found, config.training.steps, options)}))
+    print(plan_text(found))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ counted as one of its stages.
 import contextlib
 import gc
 import multiprocessing
-import os
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -97,7 +96,8 @@ def dry_runs(cases: Sequence[Case], microbatches: int) -> list[Counts]:
     """
     gc.freeze()  # otherwise a collection walks through, and so copies, all objects of the parent
     torch._logging.set_logs(dynamo=50)
-    torch.compiler.reset()  # otherwise sizes that the parent compiled for are dynamic here
+    torch.compiler.reset()
+    torch._dynamo.config.automatic_dynamic_shapes = False  # graphs are counted once, so sizes must be numbers
     tally = Tally()
     register_backend(partial(tally.backend), name=BACKEND)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -206,7 +206,8 @@ def count(cases: Sequence[Case]) -> dict[Case, Counts]:
     ConfigError.
     """
     jobs = list(dict.fromkeys(cases))
-    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0)), maxtasksperchild=1) as pool:
+    # All processes begin before tqdm's thread and the pool's own: one forked later may inherit a lock that they hold.
+    with multiprocessing.get_context("fork").Pool(max(1, len(jobs)), maxtasksperchild=1) as pool:
         done = tqdm(pool.imap(_count_one, jobs), "counting steps", len(jobs), leave=False, mininterval=1)
         return dict(zip(jobs, done, strict=True))
 

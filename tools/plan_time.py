@@ -81,11 +81,10 @@ BYTES = {"float8": 1, "bfloat16": 2, "float32": 4}  # of a number
 
 
 class Cluster(NamedTuple):
-    """The machines. `bandwidth` is the network's, in bytes per second, per device and direction."""
+    """The machines."""
 
     device: Device
     gpus_per_node: int
-    bandwidth: float
     flash: bool = False  # torch's own attention runs, not the device's fastest
 
 
@@ -203,4 +202,4 @@ def _link(axis: str, dims: ParallelDims, cluster: Cluster) -> tuple[int, float, 
     if ranks * stride <= cluster.gpus_per_node:
         return ranks, cluster.device.link_bandwidth, "intra_node"
     on_node = max(1, cluster.gpus_per_node // stride)
-    return ranks, min(cluster.device.link_bandwidth, on_node * cluster.bandwidth), "inter_node"
+    return ranks, min(cluster.device.link_bandwidth, on_node * cluster.device.network_bandwidth), "inter_node"

@@ -1,7 +1,6 @@
 """The planner: its counts against those by hand and by others; what it takes, and its arithmetic."""
 
 import dataclasses
-import math
 import subprocess
 import sys
 from collections import Counter
@@ -19,7 +18,7 @@ from benchmarks import plan as published
 from config import ConfigError, load_config
 from models.llama.model import Block, Llama, LlamaConfig, rope_cos_sin
 from tests.harness import run_ranks
-from tools.plan import count_modes, parse, plan, plan_run, split, sweep
+from tools.plan import count_modes, parse, plan, split, sweep
 from tools.plan_count import Case, check, count, dry_runs
 from tools.plan_tally import Counts, Matmul, Message, Tally
 from tools.plan_time import DEVICES, Cluster, Device, estimate
@@ -193,11 +192,12 @@ def test_a_fork_s_blocks_and_optimizer_are_planned(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(models, "MODELS", {"llama": spec, "other": spec})
     monkeypatch.setattr(trainer, "build_optimizer", one_moment)
     tried = case(2, f"{LAYERS}=3", "--model.name=other")
-    (found,) = plan([tried.config], 2, Cluster(DEVICES["h100"], 8, 50e9))
+    (found,) = plan([tried.config], 2, Cluster(DEVICES["h100"], 8))
     assert found["parameters"] == 3 * (GROUP + 3 * DIM * HIDDEN) + 2 * END + DIM
     assert found["memory_gib"]["weights"] == BYTES * found["parameters"] / 2 / 2**30
     assert found["memory_gib"]["optimizer"] == found["memory_gib"]["weights"]
     assert found["checkpoint_bytes"] == 8 * found["parameters"]
+    assert found["days"] == pytest.approx(found["tokens"] / found["speed"]["tokens_per_second"] / 2 / 86400)
 
 
 WORDS = ["--world-size=64", "--model.flavor=8B", "--training.seq_len=8192", f"{LOCAL}=8"]
@@ -228,19 +228,10 @@ STEPS = {
 def test_seconds_of_a_step_by_hand(name: str) -> None:
     words, sent, seconds = STEPS[name]
     _, config, _ = parse([*WORDS, *words])
-    found = estimate(Counter(WORK | sent), config, Case(config, 64).dims, Cluster(ROUND, 8, 1e10))
+    found = estimate(Counter(WORK | sent), config, Case(config, 64).dims, Cluster(ROUND, 8))
     assert found["step_seconds"] == pytest.approx(1.008 * seconds, rel=1e-6)
     tokens = 8 * 8192 * Case(config, 64).dims.dp
     assert found["tokens_per_second"] == pytest.approx(tokens / found["step_seconds"] / 64)
-
-
-def test_checkpoints_and_failures_by_hand() -> None:
-    """100 GB at 10 GB/s take 10 s. 8 nodes of 20,000 h fail each 9e6 s. Young: sqrt(2 x 10 x 9e6) s."""
-    options, *_ = parse([*WORDS, "--tokens=64e12"])
-    found = plan_run({"checkpoint_bytes": 100e9, "speed": {"tokens_per_second": 1e5}}, 1, options)
-    assert (found["write_seconds"], found["days"]) == (10, pytest.approx(1e7 / 86400))
-    assert found["failures"] == pytest.approx(1e7 / 9e6)
-    assert found["interval_seconds"] == pytest.approx(math.sqrt(2 * 10 * 9e6))
 
 
 # The sweep and the command.
@@ -257,14 +248,12 @@ def test_a_schedule_is_planned_by_its_last_batch_and_longest_sequences(capsys: p
 def test_rough_counts_are_near_those_of_the_step() -> None:
     config = case(8, f"{LAYERS}=4", f"{LOCAL}=2").config
     shared = count_modes(config, 8)["none"]
-    tried = [Case(config, 8), case(8, f"{LAYERS}=4", f"{LOCAL}=2", TP), case(8, f"{LAYERS}=4", f"{LOCAL}=4", PP)]
+    tried = [case(8, f"{LAYERS}=4", f"{LOCAL}=2", TP), case(8, f"{LAYERS}=4", f"{LOCAL}=4", PP)]
     for one, exact in count(tried).items():
         rough = split(shared, one)
         assert operations(rough)["float32"] == pytest.approx(operations(exact)["float32"], rel=0.25), one.dims
         for name, error in (("attention", 0.01), ("moved", 0.5), ("weights", 0.5), ("peak", 0.5)):
             assert rough[name] == pytest.approx(exact[name], rel=error), (name, one.dims)
-    whole = [sum(size for key, size in found.items() if isinstance(key, Message)) for found in (rough, exact)]
-    assert whole[0] == pytest.approx(whole[1], rel=0.5)
 
 
 def test_a_sweep_ranks_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,9 +293,8 @@ def test_the_command() -> None:
         (["--parallelism.tp=16"], "parallelism.tp = 16: .*n_kv_heads = 8"),
         ([f"{BATCH}=65"], "training.global_batch_size = 65"),
         (["--gpus-per-node=0"], "--gpus-per-node = 0"),
-        (["--tokens=-5"], "--tokens = -5"),
-        (["--tokens=nan"], "--tokens = nan"),
-        (["--training.epochs=3"], "training.epochs = 3: .* --tokens"),
+        (["--bandwidth=nan"], "--bandwidth = nan"),
+        (["--training.epochs=3"], "training.epochs = 3: "),
         (["--float8.enable=true", "--device=a100"], "float8.enable = true: a100"),
         (["--parallelism.cpu_offload=true"], "parallelism.cpu_offload = True"),
     ],
