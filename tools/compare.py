@@ -8,7 +8,6 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from checkpoint.branch import read_parent
-from config import TitaniteError, command_line, file_errors, tomllib
+from config import TitaniteError, command_line, file_errors, flatten, recorded_config
 from storage.records import output_file, read_records
 
 MAX_POINTS = 4000  # per curve: longer ones keep every n-th row
@@ -44,8 +43,27 @@ def _cell(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
+class Shown(NamedTuple):
+    """A run as its files tell it. Runs of one group share a colour and can be drawn as their mean."""
+
+    folder: Path
+    group: str
+    charts: Charts
+    settings: dict[str, str]
+
+
+def read_run(folder: Path, group: str) -> Shown:
+    """Read a run; without charts if it has logged no step. Raises TitaniteError."""
+    try:
+        with file_errors():
+            return Shown(folder, group, read_charts(folder), read_settings(folder))
+    except (ValueError, KeyError, TypeError) as error:
+        files = "metrics.jsonl, starts.jsonl or config.toml"
+        raise TitaniteError(f"{folder}: its {files} is not as a run writes it: {error!r}") from None
+
+
 def write_page(
-    runs: Mapping[Path, str],
+    runs: Sequence[Shown],
     output: Path,
     title: str = "Runs compared",
     tables: Sequence[Table] = (),
@@ -53,43 +71,27 @@ def write_page(
 ) -> None:
     """Write the page that compares these runs, without those that have logged no step. Raises TitaniteError.
 
-    `runs`: folder → group. Runs of one group share a colour and can be drawn as their mean. `ladder`: points and fit
-    of tools.ladder, drawn as loss against FLOPs.
+    `ladder`: points and fit of tools.ladder, drawn as loss against FLOPs.
     """
-    groups = {folder.resolve(): group for folder, group in runs.items()}
-    read = {}
-    for folder in groups:
-        charts, settings = read_run(folder)
-        if charts:
-            read[folder] = charts, settings
-        else:
-            print(f"{folder}: left out, no step was logged there")
-    if not read:
+    for run in runs:
+        if not run.charts:
+            print(f"{run.folder}: left out, no step was logged there")
+    runs = [run for run in runs if run.charts]
+    if not runs:
         raise TitaniteError("no run to compare")
-    fields = dict.fromkeys(field for charts, _ in read.values() for field in charts)
+    fields = dict.fromkeys(field for run in runs for field in run.charts)
     found = sorted(fields, key=lambda field: not is_loss(field))
     shown = []
-    for name, (folder, (charts, _)) in zip(name_runs(list(read)), read.items(), strict=True):
-        thinned = {field: _thinned(points) for field, points in charts.items()}
-        shown.append({"name": name, "group": groups[folder], "summary": summarize(charts, found), "charts": thinned})
-    differing = differing_settings([settings for _, settings in read.values()])
-    data: dict[str, Any] = {"title": title, "runs": shown, "charts": found, "settings": differing}
+    for name, run in zip(name_runs([run.folder for run in runs]), runs, strict=True):
+        thinned = {field: _thinned(points) for field, points in run.charts.items()}
+        shown.append({"name": name, "group": run.group, "summary": summarize(run.charts, found), "charts": thinned})
+    data: dict[str, Any] = {"title": title, "runs": shown, "charts": found, "settings": differing_settings(runs)}
     data |= {"tables": [table._asdict() for table in tables], "ladder": ladder}
     template = Path(__file__).with_name("compare.html").read_text(encoding="utf-8")
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # cannot end the script
     with file_errors(output):
         output.write_text(template.replace('"DATA"', text), encoding="utf-8")
-    print(f"{output}: open it in a browser; runs compared: {len(read)}")
-
-
-def read_run(folder: Path) -> tuple[Charts, dict[str, list[Any]]]:
-    """(charts, settings) of a run; a setting has the values of its starts, in order. Raises TitaniteError."""
-    try:
-        with file_errors():
-            return read_charts(folder), read_settings(folder)
-    except (ValueError, KeyError, TypeError) as error:
-        files = "metrics.jsonl, starts.jsonl or config.toml"
-        raise TitaniteError(f"{folder}: its {files} is not as a run writes it: {error!r}") from None
+    print(f"{output}: open it in a browser; runs compared: {len(runs)}")
 
 
 def read_charts(folder: Path) -> Charts:
@@ -132,37 +134,27 @@ def add_scores(charts: Charts, folder: Path) -> None:
                 charts.setdefault(field, []).append((step, *at, row[field]))
 
 
-def read_settings(folder: Path) -> dict[str, list[Any]]:
-    """The values of each setting in the starts of a run, in order, with its versions."""
-    values: dict[str, list[Any]] = {}
-    for start in read_records(folder / "starts.jsonl"):
-        found = {key: old for key, (old, _) in start["changed"].items()}  # from config.toml until then
-        found |= {key: start[key] for key in ("world_size", "git_commit", "patch", "python") if key in start}
-        found |= {f"package {name}": version for name, version in start["packages"].items()}
-        for key, value in found.items():
-            values.setdefault(key, []).append(value)
-    file = folder / "config.toml"
-    sections = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    for section, keys in sections.items():
-        for key, value in keys.items():
-            values.setdefault(f"{section}.{key}", []).append(value)
-    return values
+def read_settings(folder: Path) -> dict[str, str]:
+    """The settings of a run, and its commit and versions, each as of its last start."""
+    starts = read_records(folder / "starts.jsonl")
+    values: dict[str, Any] = {}
+    for start in starts[-1:]:
+        values |= {key: start[key] for key in ("world_size", "git_commit", "patch", "python") if key in start}
+        values |= {f"package {name}": version for name, version in start["packages"].items()}
+    config = recorded_config(folder)
+    if config is not None:
+        values |= flatten(config)
+    return {key: json.dumps(value) for key, value in values.items()}
 
 
-def differing_settings(runs: Sequence[Mapping[str, list[Any]]]) -> list[list[str]]:
-    """A row for each setting that differs between the runs, or the starts of one: its key, then its values by run."""
+def differing_settings(runs: Sequence[Shown]) -> list[list[str]]:
+    """A row for each setting that differs between the runs: its key, then its values by run."""
     rows = []
-    for key in dict.fromkeys(key for run in runs for key in run):
-        texts = [_changes(run.get(key, [])) for run in runs]
-        if key != "run.folder" and (len(set(texts)) > 1 or "→" in texts[0]):
+    for key in dict.fromkeys(key for run in runs for key in run.settings):
+        texts = [run.settings.get(key, "–") for run in runs]
+        if key != "run.folder" and len(set(texts)) > 1:
             rows.append([key, *texts])
     return rows
-
-
-def _changes(values: Sequence[Any]) -> str:
-    """The values of a setting in a run, start by start, without repeats."""
-    texts = [text for text, _ in groupby(map(json.dumps, values))]
-    return " → ".join(texts) or "–"
 
 
 def summarize(charts: Charts, found: Sequence[str]) -> list[float | None]:
@@ -209,7 +201,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--output", type=output_file, default=Path("compare.html"), help="default %(default)s")
     arguments = parser.parse_args(argv)
-    write_page({folder: str(folder) for folder in arguments.runs}, arguments.output)
+    write_page([read_run(folder, str(folder)) for folder in arguments.runs], arguments.output)
 
 
 if __name__ == "__main__":

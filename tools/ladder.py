@@ -41,7 +41,7 @@ from config import AboveZero, Config, ConfigError, NonNegative, Positive, comman
 from data.shards import open_dataset
 from models import build_model, find_model
 from storage.records import write_atomically
-from tools.compare import Table, read_run, write_page
+from tools.compare import Shown, Table, read_run, write_page
 from tools.study import Plan, Run, Study, conduct, dotted
 
 EXPONENTS = np.geomspace(0.005, 2.0, 2000)  # tried for the fit
@@ -178,11 +178,11 @@ def fitted_loss(fit: Mapping[str, Any], point: Point) -> float:
 # -- what came of it
 
 
-def read_point(run: Run) -> Point:
+def read_point(run: Run, shown: Shown) -> Point:
     """What the rule gave a decayed run, and its loss."""
     config = run.config
     parameters, flops_per_token = measure_model(config)
-    _, tokens, _, loss = read_run(run.folder)[0]["validation_loss"][-1]
+    _, tokens, _, loss = shown.charts["validation_loss"][-1]
     return {
         **run.values,
         "parameters": parameters,
@@ -202,20 +202,20 @@ def write_results(folder: Path, runs: Sequence[Run]) -> None:
     """
     if not all(run.finished for run in runs):
         return
-    points = [read_point(run) for run in runs if "multiple" in run.values]
+    shown = [read_run(run.folder, run.values["size"]) for run in runs]
+    points = [read_point(run, own) for run, own in zip(runs, shown, strict=True) if "multiple" in run.values]
     points.sort(key=lambda point: (point["parameters"], point["multiple"]))
     largest = points[-1]["size"]
     fit = fit_losses([point for point in points if point["size"] != largest])
     for point in points:
         point["fitted"] = fitted_loss(fit, point)
         point["off_percent"] = 100 * (point["fitted"] / point["loss"] - 1)
-    groups = {run.folder: run.values["size"] for run in runs}
     figure = {"fit": fit, "points": points}
     write_atomically(folder / "ladder.json", json.dumps(figure, indent=1).encode())
     note = f"By the fit of all sizes but {largest}, which it predicts: {fit['limit']:.4g} + A x FLOPs^-"
     note += f"{fit['exponent']:.4g}, A by multiple, the tokens per parameter. parameters: without the embedding."
     table = Table("Ladder", list(points[-1]), [list(point.values()) for point in points], note)
-    write_page(groups, folder / "ladder.html", f"Ladder {folder.name}", [table], figure)
+    write_page(shown, folder / "ladder.html", f"Ladder {folder.name}", [table], figure)
     print(f"\n{table.text()}")
 
 

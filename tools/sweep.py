@@ -20,16 +20,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
-
-import numpy as np
 
 from config import ConfigError, command_line
 from tools.compare import Table, is_loss, read_run, write_page
 from tools.study import Plan, Run, Study, conduct, dotted, name_values, write_csv
 
 SEED = "run.seed"
-AMOUNTS = ("steps", "tokens", "seconds")  # of training, at which runs are compared
 
 
 # -- which runs
@@ -76,66 +74,53 @@ def group_of(run: Run) -> str:
 
 
 def write_results(folder: Path, runs: Sequence[Run]) -> None:
-    """Write page and CSV of what is there, and print the table. Raises TitaniteError.
+    """Write page and CSV of what is there, and print the tables. Raises TitaniteError.
 
     The loss that counts is that of validation, if there is one.
     """
-    groups = {run.folder: group_of(run) for run in runs}
-    charts = {run.folder: read_run(run.folder)[0] for run in runs}
+    shown = [read_run(run.folder, group_of(run)) for run in runs]
     field = "loss"
-    if any("validation_loss" in own for own in charts.values()):
+    if any("validation_loss" in own.charts for own in shown):
         field = "validation_loss"
     rows = []
     missing = []
-    curves: dict[str, list[np.ndarray]] = {}  # by group, of finished runs
-    for run in runs:
-        own = charts[run.folder]
+    losses: dict[str, list[float]] = {}  # by group, of finished runs
+    for run, own in zip(runs, shown, strict=True):
         row: dict[str, Any] = {"run": run.name, **run.values, "finished": run.finished}
-        if field in own:
-            curve = np.array(own[field]) * (1, 1, 3600, 1)  # steps, tokens, seconds, loss
-            row |= zip(AMOUNTS, curve[-1], strict=False)
-            row |= {name: points[-1][-1] for name, points in own.items() if is_loss(name)}
+        for name, points in own.charts.items():
+            if is_loss(name):
+                row |= {"steps": points[-1][0], "tokens": points[-1][1], name: points[-1][-1]}
         if not run.finished:
             missing.append([run.name, row.get("steps", 0), run.end])
-        elif field in own:
-            curves.setdefault(groups[run.folder], []).append(curve)
+        elif field in row:
+            losses.setdefault(own.group, []).append(row[field])
         rows.append(row)
     write_csv(folder / "sweep.csv", rows)
     tables = []
-    if curves:
-        tables.append(tabulate(field, curves))
+    if losses:
+        tables.append(tabulate(field, losses))
     if missing:
         tables.append(Table("Not finished", ["run", "steps", "its end"], missing, "Not in the means."))
-    write_page(groups, folder / "sweep.html", f"Sweep {folder.name}", tables)
+    write_page(shown, folder / "sweep.html", f"Sweep {folder.name}", tables)
     for table in tables:
         print(f"\n{table.text()}")
 
 
-def tabulate(field: str, groups: Mapping[str, Sequence[np.ndarray]]) -> Table:
-    """Losses of groups of curves, means over seeds: at the end and, between two points on the line, at equal amounts.
-
-    Those are what the run that came least far has.
-    """
-    curves = itertools.chain(*groups.values())
-    amounts = np.min([curve[-1, :3] for curve in curves], axis=0)
-    columns = ["at the end", *(f"at {amount:,.0f} {name}" for amount, name in zip(amounts, AMOUNTS, strict=True))]
+def tabulate(field: str, groups: Mapping[str, Sequence[float]]) -> Table:
+    """The last losses of groups of runs: mean and deviation over seeds, the best first."""
     rows = []
-    for name, own in groups.items():
-        losses = np.array([_losses_at(amounts, curve) for curve in own])
-        deviation = losses[:, 0].std(ddof=1) if len(own) > 1 else "–"
-        rows.append([name, len(own), deviation, *losses.mean(0)])
+    for name, losses in groups.items():
+        deviation = stdev(losses) if len(losses) > 1 else "–"
+        rows.append([name, len(losses), deviation, fmean(losses)])
     rows.sort(key=lambda row: row[3])
-    note = "Of finished runs, at what the shortest has; ±: standard deviation over seeds. Best"
-    for number, column in enumerate(columns, start=3):
-        best = min(rows, key=lambda row: row[number])
-        note += f" {column}: {best[0]}."
+    note = "Of finished runs; ±: standard deviation over seeds."
     if len(rows) > 1:
         note += f" {_lead(rows)}"
-    return Table(f"By {field}", ["values", "runs", "±", *columns], rows, note)
+    return Table(f"By {field}", ["values", "runs", "±", "at the end"], rows, note)
 
 
 def _lead(rows: Sequence[Sequence[Any]]) -> str:
-    """How far the best of two rows or more leads at the end, beside the spread over seeds of the first two."""
+    """How far the best of two rows or more leads, beside the spread over seeds of the first two."""
     first, second = rows[:2]
     lead = second[3] - first[3]
     text = f"{first[0]} leads {second[0]} by {lead:.4g}"
@@ -146,12 +131,6 @@ def _lead(rows: Sequence[Sequence[Any]]) -> str:
     if lead > max(spreads):
         compared = "more than"
     return f"{text}, {compared} ±, {max(spreads):.4g}."
-
-
-def _losses_at(amounts: np.ndarray, curve: np.ndarray) -> list[float]:
-    """The last loss, then those after each of the amounts."""
-    *columns, losses = curve.T
-    return [losses[-1], *map(np.interp, amounts, columns, itertools.repeat(losses))]
 
 
 def main(argv: Sequence[str]) -> int:
