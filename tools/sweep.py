@@ -108,7 +108,7 @@ def write_results(folder: Path, runs: Sequence[Run]) -> None:
 
 def tabulate(field: str, groups: Mapping[str, Sequence[float]]) -> Table:
     """The last losses of groups of runs: mean and deviation over seeds, the best first."""
-    rows = []
+    rows: list[list[Any]] = []
     for name, losses in groups.items():
         deviation = stdev(losses) if len(losses) > 1 else "–"
         rows.append([name, len(losses), deviation, fmean(losses)])
