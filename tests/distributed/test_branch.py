@@ -103,8 +103,8 @@ def test_a_decayed_run_is_trained_on_from_before_its_decay(dataset: Path, tmp_pa
     """By the command that it prints. On a resume a line says that the rate jumps."""
     folder = tmp_path / "a run"
     branch = tmp_path / "branch"
-    given = [*SMALL, "--lr_scheduler.schedule=wsd", "--lr_scheduler.decay_fraction=0.25", f"--data.datasets={dataset}"]
-    given.append(f"--run.folder={folder}")
+    given = [*SMALL, "--lr_scheduler.decay_fraction=0.25", "--lr_scheduler.warmup_steps=0"]
+    given += [f"--data.datasets={dataset}", f"--run.folder={folder}"]
     (said,) = run_ranks(1, run_and_log, given, start_group=False)
     (line,) = [line for line in said if "train on:" in line]
     words = shlex.split(line.partition(":")[2])
@@ -115,6 +115,9 @@ def test_a_decayed_run_is_trained_on_from_before_its_decay(dataset: Path, tmp_pa
     assert [line for line in said if "the learning rate goes from" in line and "to 3.0e-04" in line]
     (said,) = run_ranks(1, run_and_log, [*given, "--training.steps=17"], start_group=False)
     assert not [line for line in said if "the learning rate goes from" in line]
+    given += ["--training.steps=18", "--optimizer.lr=6e-4"]
+    (said,) = run_ranks(1, run_and_log, given, start_group=False)
+    assert [line for line in said if "the learning rate goes from" in line]
 
 
 @pytest.mark.parametrize("ranks", [2, 1])

@@ -185,7 +185,7 @@ def test_answers_are_measured_as_transformers_and_the_harness_would(
     split: list[str], small: tuple[str, ...], dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, other, run, exported = (tmp_path / name for name in ("mine.jsonl", "asked.jsonl", "run", "hf"))
-    pairs = [*PAIRS, ("", "ba na")]
+    pairs = [*PAIRS, ("", "ba na"), ("ka " * 30 + "ka", " mo")]  # the last fills a sequence
     for name, these in ((file, pairs), (other, PAIRS)):
         name.write_text("\n".join(json.dumps({"prompt": asked, "answer": gold, "id": 1}) for asked, gold in these))
     places = [file, other]
@@ -260,6 +260,8 @@ def test_an_average_has_the_weighted_mean_of_its_checkpoints(
     launch(1, tmp_path / "other", [*words, "--model.n_layers=1", "--training.steps=1"])
     with pytest.raises(CheckpointError, match="another model: n_layers is 1 there and 2 here"):
         average([str(tmp_path / "other"), str(run), str(tmp_path / "mixed")])
+    with pytest.raises(ConfigError, match="--weights"):
+        average([str(run), str(tmp_path / "mixed"), "--weights", "1", "2"])
     with pytest.raises(TitaniteError, match="nowhere: no tokenizer"):
         average([str(run), str(tmp_path / "mixed"), "--tokenizer=nowhere"])
 

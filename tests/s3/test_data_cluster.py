@@ -125,7 +125,11 @@ def test_a_worker_that_is_killed_costs_its_task(clusters, options, expected, out
         ),
         ({"cluster": "missing.json"}, {}, "--cluster missing.json: must be tcp://host:port, or the file that"),
         ({"processes": 2}, {}, "--processes 2: no effect with --cluster"),
-        ({}, {"code_digest": lambda: "other"}, "worker tcp://.*: has another version of Titanite, or of numpy"),
+        (
+            {},
+            {"code_digest": lambda: "other", "_run": lambda task, function, digest: function(task)},
+            "worker tcp://.*: has another version of Titanite, or of numpy",
+        ),
     ],
 )
 def test_what_would_fail_is_said_first(clusters, options, tmp_path, monkeypatch, given, broken, message):
@@ -188,3 +192,15 @@ def test_code_is_other_code_with_another_version_of_a_package(package, monkeypat
     before = workers.code_digest.__wrapped__()
     monkeypatch.setattr(workers, "version", lambda name: "0" if name == package else version(name))
     assert workers.code_digest.__wrapped__() != before
+
+
+def test_code_is_every_file_that_decides_bytes(monkeypatch):
+    read = []
+
+    def note(path):
+        read.append(path.name)
+        return b""
+
+    monkeypatch.setattr(Path, "read_bytes", note)
+    workers.code_digest.__wrapped__()
+    assert {"config.py", "tokenizer.py", "passes.py", "s3.py"} <= {*read}

@@ -150,9 +150,9 @@ def test_what_a_template_does_not_print_is_refused(source, turns, tools, lost):
         (
             PLAIN.replace(
                 "{% if m.role == 'assistant' %}",
-                "{% if m.role == 'assistant' and not loop.first and m.content != 'a1' %}",
+                "{% if m.role == 'assistant' and not loop.first and m.content != 'a2' %}",
             ),
-            "marks no token of the answer that is message 2",
+            "marks no token of the answer that is message 4",
         ),
     ],
 )

@@ -200,6 +200,7 @@ def test_a_resume_of_a_run_of_epochs_takes_the_steps_that_are_typed(tmp_path: Pa
     (tmp_path / "config.toml").write_text(to_toml(Config(training=Training(steps=14, epochs=1.0))))
     resume = ["--resume", str(tmp_path)]
     assert load_config(resume).training == Training(steps=14, epochs=1.0)
+    assert load_config([str(tmp_path / "config.toml")]).training.epochs == 1
     assert load_config([*resume, "--training.steps=20"]).training == Training(steps=20)
     assert load_config([*resume, "--training.epochs=2"]).training.epochs == 2
     assert load_config([*resume, "--checkpoint.initial_load=x"]).model.flavor == Config().model.flavor

@@ -201,11 +201,11 @@ def test_batches_follow_the_tokens_seen_whoever_reads_them(folders, prefetch_ste
 
 
 def test_sequences_grow_with_the_tokens_seen(folders):
-    """By hand: of 2 x 12 tokens, 5 steps begin before 100 are seen, 4 more before 200. Rows are cut."""
-    lengths = {"training__seq_len": "3 @ 0, 6 @ 100, 12 @ 200", "data__mask_documents": True}
+    """By hand: of 2 x 12 tokens, 4 steps begin before 96 are seen, 5 more before 200. Rows are cut."""
+    lengths = {"training__seq_len": "3 @ 0, 6 @ 96, 12 @ 200", "data__mask_documents": True}
     loader = DataLoader(config_of(folders[:1], **lengths, training__local_batch_size=2), 0, 1)
     reference = Reference(folders)
-    for seq_len in [3] * 5 + [6] * 4 + [12] * 3:
+    for seq_len in [3] * 4 + [6] * 5 + [12] * 3:
         samples = global_samples([loader], 1)
         assert samples == reference.take(folders[:1], (1.0,), seq_len, 24 // seq_len)
         assert (loader.seq_len, loader.tokens_per_step) == (seq_len, 24)

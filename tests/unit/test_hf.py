@@ -32,6 +32,7 @@ from tests.corpus import word_tokenizer
 from tests.distributed.checkpoint_runs import flip_bit
 from tests.unit.test_llama import hf_model
 from tools import hf
+from tools.average import average
 from tools.hf import export_model, exported_model, import_model
 from tools.weights import write_weights
 
@@ -126,12 +127,15 @@ def test_an_export_has_the_tokens_that_are_declared_and_stops_where_answers_end(
 
 
 def test_two_ends_of_a_config_without_generation_config_are_exported(llama):
-    edit(llama / "hf", eos_token_id=[3, 5])
+    """And a pad of id 0, and the length that transformers takes where none is said; by way of an average, too."""
+    edit(llama / "hf", eos_token_id=[3, 5], pad_token_id=0, max_position_embeddings=None)
     import_model(llama / "hf", str(llama / "new"))
-    export_model(str(llama / "new"), llama / "back")
+    average([str(llama / "new"), str(llama / "new")], str(llama / "mean"))
+    export_model(str(llama / "mean"), llama / "back")
     model = LlamaForCausalLM.from_pretrained(llama / "back")
     own = load_tokenizer(llama / "hf").eos_id
     assert model.generation_config.eos_token_id == model.config.eos_token_id == [3, 5, own]
+    assert (model.config.pad_token_id, model.config.max_position_embeddings) == (0, 2048)
 
 
 def test_a_weight_too_large_for_float16_is_refused(llama):
@@ -290,6 +294,10 @@ def test_a_wrong_result_is_found_and_leaves_nothing(llama, monkeypatch):
     monkeypatch.setattr(llama_hf, "hf_names", swapped)
     with pytest.raises(CheckpointError, match="logits differ from those of transformers"):
         export_model(str(llama / "ours"), llama / "back", dtype="float32")
+    monkeypatch.undo()
+    rewrite(llama / "hf", {name: weight * torch.nan for name, weight in hf_model("llama3").state_dict().items()})
+    with pytest.raises(CheckpointError, match="by nan"):
+        import_model(llama / "hf", str(llama / "new"))
     assert sorted(path.name for path in llama.iterdir()) == ["hf", "ours"]
 
 
