@@ -59,10 +59,11 @@ def train_by_a_clock(arguments: list[str]) -> None:
 
 
 def test_saves_validations_and_samples_are_no_time_of_a_step(small: tuple[str, ...], tmp_path: Path) -> None:
-    """Rows follow steps 1, 3, 6, 9 and 12. Steps 4, 8 and 12 are validated, steps 5, 10 and 12 saved."""
-    words = ["--metrics.log_interval=3", "--validation.interval=4", "--data.prefetch_steps=0"]
+    """Rows follow steps 1, 3, 6, 9 and 12. Steps 8 and 12 are validated, steps 5, 10 and 12 saved."""
+    words = ["--metrics.log_interval=3", "--validation.interval=8", "--data.prefetch_steps=0"]
     launch(1, tmp_path, [*small, *words], function=train_by_a_clock)
     assert {step: row["interval_steps"] for step, row in rows(tmp_path).items()} == {1: 1, 3: 2, 6: 1, 9: 1, 12: 2}
+    assert [*validated(tmp_path)] == [8, 12]
     assert column(tmp_path, "step_seconds") == [5.0] * 5
     assert column(tmp_path, "data_wait_pct") == [20.0] * 5
     assert column(tmp_path, "tps") == [8 * 32 / 5] * 5

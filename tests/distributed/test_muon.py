@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from checkpoint.manager import CheckpointManager
-from config import ConfigError, Optimizer, from_dict, load_config, to_toml
+from config import Optimizer, from_dict, load_config, to_toml
 from muon import GroupedOptimizer, orthogonalize
 from optim import build_groups, build_optimizer, set_learning_rate
 from tests.harness import run_ranks
@@ -136,19 +136,3 @@ def test_groups_are_chosen_by_the_first_pattern() -> None:
         assert (group["kind"], group["lr"], group["weight_decay"], group["betas"][0]) == expected[name], name
     model = nn.ModuleDict({"norm": nn.RMSNorm(4), "other": nn.Linear(4, 4)})
     assert set_learning_rate(build_optimizer([model], config.optimizer), 0.4) == {"lr": 0.4, "lr/*norm*": 0.2}
-
-
-@pytest.mark.parametrize(
-    ("groups", "message"),
-    [
-        ('[{pattern = "*"}, {pattern = "*norm*"}]', "matches no weight that an earlier pattern leaves"),
-        ('[{kind = "muon"}]', "norm.weight is no matrix"),
-        ('[{betas = [0.9]}]', r"betas of '\*': \[0.9\], but adamw has 2"),
-        ('[{patern = "*"}]', "optimizer.groups.*patern"),
-    ],
-)  # fmt: skip
-def test_mistakes_in_groups_are_named(groups: str, message: str) -> None:
-    weights = {"norm.weight": torch.zeros(4), "layers.0.wq.weight": torch.zeros(4, 4)}
-    words = ["--optimizer.name=muon", f"--optimizer.groups={groups}"]
-    with pytest.raises(ConfigError, match=message):
-        build_groups(weights.items(), load_config(words).optimizer, whole=True)

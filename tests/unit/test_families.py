@@ -82,6 +82,11 @@ TYPED: dict[str, dict[str, Any]] = {
         "model_type": "llama", "max_position_embeddings": 800_000,
         "rope_parameters": {**YARN, "original_max_position_embeddings": 200_000},
     },
+    "yarn, equal bounds": {
+        "model_type": "llama", "max_position_embeddings": 24,
+        "rope_parameters": {**YARN, "original_max_position_embeddings": 6},
+    },
+    "window of all tokens but one": {"model_type": "mistral", "sliding_window": 159},
     "yarn, bounds of one pair": {
         "model_type": "llama", "rope_parameters": {**YARN, "beta_fast": 2.0, "beta_slow": 2.0, "truncate": False}
     },

@@ -1,6 +1,7 @@
 """The model against Hugging Face transformers' Llama, and against itself: cache, documents, initial weights."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -11,18 +12,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from config import Config, ConfigError, Parallelism, Training
-from models import LLAMA, MODELS, build_model
+from models import LLAMA, build_model
 from models.llama import FLAVORS
 from models.llama.hf import from_hf_config, hf_names
 from models.llama.model import (
     Llama,
     LlamaConfig,
     RMSNorm,
-    Rope,
-    RopeScaling,
     apply_rope,
     attention,
     causal_mask,
@@ -150,13 +148,11 @@ class LayerNormed(Llama):
         self.norm = nn.LayerNorm(config.dim)
 
 
-class Gated(Llama):
+class GatedAtEight(Llama):
     def __init__(self, config: LlamaConfig):
         super().__init__(config)
         self.gate = nn.Parameter(torch.full((4,), 8.0))
 
-
-class GatedAtEight(Gated):
     def init_weight(self, name: str, weight: torch.Tensor, generator: torch.Generator | None) -> None:
         if name == "gate":
             weight.fill_(8.0)
@@ -164,20 +160,27 @@ class GatedAtEight(Gated):
             super().init_weight(name, weight, generator)
 
 
-class ZeroedInInit(Llama):
-    def __init__(self, config: LlamaConfig):
-        super().__init__(config)
-        nn.init.zeros_(self.output.weight)
+NOT_INITIALIZED: dict[str, Callable[[Llama], object]] = {  # what is said → the edit of a fork
+    "gate: has no initial values": lambda model: setattr(model, "gate", nn.Parameter(torch.ones(4))),
+    "output.weight: is filled in __init": lambda model: nn.init.zeros_(model.output.weight),
+    "buffer table: would stay empty": lambda model: model.register_buffer("table", torch.zeros(2)),
+    "again.weight: second name of a weight": lambda model: setattr(model, "again", model.norm),
+}
 
 
-def test_initial_values_of_a_fork_are_what_it_says_or_an_error() -> None:
+@pytest.mark.parametrize("said", NOT_INITIALIZED)
+def test_what_would_not_be_initialized_is_refused(said: str) -> None:
+    def build_edited(config: LlamaConfig) -> Llama:
+        model = Llama(config)
+        NOT_INITIALIZED[said](model)
+        return model
+
+    with pytest.raises(ConfigError, match=said):
+        build_model(dataclasses.replace(LLAMA, model=build_edited), TINY)
+
+
+def test_initial_values_of_a_fork_are_what_it_says() -> None:
     tiny = dataclasses.replace(TINY, n_layers=1)
-    for model, message in (
-        (Gated, "gate: has no initial values"),
-        (ZeroedInInit, "output.weight: is filled in __init"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            build_model(dataclasses.replace(LLAMA, model=model), tiny)
     values = {}
     for model in (LayerNormed, GatedAtEight):
         built = build_model(dataclasses.replace(LLAMA, model=model), tiny)
@@ -185,25 +188,6 @@ def test_initial_values_of_a_fork_are_what_it_says_or_an_error() -> None:
         values |= dict(built.named_parameters())
     assert values["gate"].tolist() == [8.0] * 4
     assert not values["norm.bias"].any()
-
-
-def test_a_window_of_all_tokens_but_one_hides_the_first_from_the_last() -> None:
-    model = build(dataclasses.replace(TINY, n_layers=1, windows=(9,)))
-    tokens = random_tokens(1, 10) % TINY.vocab_size
-    changed = tokens.clone()
-    changed[0, 0] = (tokens[0, 0] + 1) % TINY.vocab_size
-    before, after = model(tokens)[0], model(changed)[0]
-    assert torch.equal(before[-1], after[-1])
-    assert not torch.equal(before[-2], after[-2])
-
-
-def test_yarn_with_equal_bounds_is_transformers() -> None:
-    parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 6}
-    theirs = HFConfig(head_dim=16, max_position_embeddings=24, rope_parameters=parameters)
-    expected, _ = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
-    scaling = RopeScaling(kind="yarn", factor=4.0, original_seq_len=6)
-    found = rope_frequencies(Rope(1e4, 16, scaling), torch.device("cpu"))
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
 class NormedHeads(Llama):
@@ -245,23 +229,6 @@ def test_a_block_with_more_in_it_is_split_by_a_plan_of_its_own_or_refused() -> N
     assert len(expected) == FLAVORS["tiny"].n_layers
     for found in run_ranks(2, split_with_and_without_a_plan):
         torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize(
-    ("said", "edit"),
-    [
-        ("buffer table: would stay empty", lambda model: model.register_buffer("table", torch.zeros(2))),
-        ("again.weight: second name of a weight", lambda model: setattr(model, "again", model.norm)),
-    ],
-)
-def test_what_would_not_be_initialized_is_refused(said: str, edit: Any) -> None:
-    def build_edited(config: LlamaConfig) -> Llama:
-        model = Llama(config)
-        edit(model)
-        return model
-
-    with pytest.raises(ConfigError, match=said):
-        build_model(dataclasses.replace(MODELS["llama"], model=build_edited), TINY)
 
 
 def test_a_weight_that_more_than_one_stage_would_train_is_refused() -> None:
