@@ -94,10 +94,6 @@ class Biased(llama.Linear):
         super().__init__(rows, columns, bias=True)
 
 
-def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=0.1)
-
-
 def halved(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
     return STACK_TERMS(logits, labels, z_loss) / 2
 
@@ -130,7 +126,6 @@ EDITS = {
     "mask": (llama, "visible", windowed, RING, "causal_mask", GATHER),
     "attention without attend": (llama, "Attention", Deaf, GATHER, "self.attend", ()),
     "embedding": (llama, "nn", SCALED, TP, "parallel.tensor.VocabParallelEmbedding", ()),
-    "cross-entropy": (loss, "cross_entropy", smoothed, TP, "parallel.tensor.vocab_parallel_cross_entropy", ()),
     "sum of terms": (loss, "stack_terms", halved, TP, "parallel.tensor.vocab_parallel_cross_entropy", ()),
 }  # fmt: skip
 
