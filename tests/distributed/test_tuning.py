@@ -10,15 +10,12 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from config import load_config
 from data.prepare import main as prepare
 from data.tokenizer import Tokenizer
 from generate import main as generate_text
-from models.llama import FLAVORS
-from tests.harness import run_ranks
+from tests.runs import column, launch
 from tools.audit import prove
 from tools.hf import main as checkpoint_hf
-from train import train
 
 NUMBERS = 20
 VOCAB = 64
@@ -43,24 +40,12 @@ TEMPLATE = (
 )
 
 
-def train_as(words: list[str]) -> None:
-    train(load_config(words))
-
-
 def save_model(folder: Path) -> None:
-    """A random Llama of transformers', of the shape of "debug"."""
-    shape = FLAVORS["debug"]
+    """A random Llama of transformers'."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=shape.dim,
-        intermediate_size=shape.hidden_dim,
-        num_hidden_layers=shape.n_layers,
-        num_attention_heads=shape.n_heads,
-        num_key_value_heads=shape.n_kv_heads,
-        rms_norm_eps=shape.norm_eps,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape, **heads)).save_pretrained(folder)
 
 
 def turns(number: int) -> list[dict[str, str]]:
@@ -85,15 +70,14 @@ def test_a_tuned_import_answers_in_transformers_as_here(tmp_path, capsys, monkey
     command = ["--source", str(tmp_path / "chats.jsonl"), "--tokenizer", str(theirs), "--format=chat"]
     prepare([*command, "--seq-len=64", "--validation-fraction=0", "--output", str(tmp_path / "set")])
 
-    arguments = [*SETTINGS, f"--data.datasets={tmp_path / 'set'}", f"--run.folder={run}"]
-    arguments.append(f"--checkpoint.initial_load={imported}")
-    run_ranks(2, train_as, [*arguments, "--training.steps=15"], start_group=False)
+    words = [*SETTINGS, f"--data.datasets={tmp_path / 'set'}", f"--checkpoint.initial_load={imported}"]
+    launch(2, run, [*words, "--training.steps=15"])
     shutil.rmtree(imported)  # the run has a record of its shape
-    run_ranks(1, train_as, [*arguments, "--training.steps=40"], start_group=False)  # goes on at another world size
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert rows[-1]["step"] == 40
+    launch(1, run, [*words, "--training.steps=40"])  # goes on at another world size
+    losses = column(run, "loss")
+    assert len(losses) == 40
     # Only the answer and the end of its turn are trained.
-    assert rows[-1]["loss"] < 0.1 < 3 < rows[0]["loss"]
+    assert losses[-1] < 0.1 < 3 < losses[0]
     assert "without gap or overlap" in prove(run)[0]
 
     checkpoint_hf(["export", str(run), str(exported), "--dtype=float32"])
@@ -108,9 +92,8 @@ def test_a_tuned_import_answers_in_transformers_as_here(tmp_path, capsys, monkey
         asked = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_tensors="pt")["input_ids"]
         made = model.generate(asked, max_new_tokens=9, do_sample=False)[0, asked.shape[1] :]
         assert tokenizer.decode(made) == f"{answer['content']} <|im_end|>"
-    for number in (3, 7):
-        question, answer = turns(number)
-        monkeypatch.setattr("builtins.input", mock.Mock(side_effect=[question["content"], EOFError]))
-        capsys.readouterr()
-        generate_text([str(run), "--chat", "--temperature=0", "--max-tokens=9"])
-        assert capsys.readouterr().out.strip() == answer["content"]
+    question, answer = turns(7)
+    monkeypatch.setattr("builtins.input", mock.Mock(side_effect=[question["content"], EOFError]))
+    capsys.readouterr()
+    generate_text([str(run), "--chat", "--temperature=0", "--max-tokens=9"])
+    assert capsys.readouterr().out.strip() == answer["content"]

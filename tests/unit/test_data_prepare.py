@@ -211,7 +211,7 @@ def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, make, tmp_pa
     sizes = {"shard_mb": 0.01, "block_mb": 0.004, "validation_fraction": 0.1}
     whole, shared = (contents(make(file, output=f"{n}", processes=n, **sizes)) for n in (1, 3))
     monkeypatch.setattr(passes, "HELD_BYTES", 1)  # each unit in several parts
-    monkeypatch.setattr(passes, "BATCH_BYTES", 500)
+    monkeypatch.setattr(passes, "BATCH_BYTES", 5000)
     assert whole == shared == contents(make(file, **sizes))
     assert "train-00001.arrow" in whole
 
@@ -260,7 +260,7 @@ def test_a_suffix_without_code_that_reads_it_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("changed", ["file", "tokenizer", "option"])
 def test_parts_that_another_input_made_are_not_used(texts, lines, make, tmp_path, monkeypatch, changed):
     """A file of the same size, say, with lines in another order: some would come twice and others never."""
-    monkeypatch.setattr(readers, "UNIT_BYTES", 2_000)
+    monkeypatch.setattr(readers, "UNIT_BYTES", 10_000)
     with patch("data.prepare.passes._write_bucket", side_effect=KeyboardInterrupt), STOP:
         make(lines)
     options: dict[str, Any] = {}
