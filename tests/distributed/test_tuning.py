@@ -26,7 +26,7 @@ SETTINGS = (
     "--training.param_dtype=float32",
     "--lr_scheduler.warmup_steps=2",
     "--lr_scheduler.decay_fraction=0",
-    "--optimizer.lr=1e-3",
+    "--optimizer.lr=3e-3",
     "--validation.enable=false",
     "--metrics.tensorboard=false",
     "--metrics.log_interval=1",
@@ -43,8 +43,8 @@ TEMPLATE = (
 def save_model(folder: Path) -> None:
     """A random Llama of transformers'."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
+    shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape, **heads)).save_pretrained(folder)
 
 
