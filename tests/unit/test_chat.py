@@ -146,11 +146,10 @@ def test_what_a_template_does_not_print_is_refused(source, turns, tools, lost):
         ("{{ raise_exception('no system, please') }}", "no system, please"),
         # Thoughts of earlier answers are dropped once another turn follows.
         (template("{% if loop.last %}<think>{% endif %}{{ m.content }}<|im_end|>"), "changes message 2"),
-        (template("{% if loop.last %}{{ m.content }}<|im_end|>{% endif %}"), "does not print|changes message 2"),
         (
             PLAIN.replace(
                 "{% if m.role == 'assistant' %}",
-                "{% if m.role == 'assistant' and not loop.first and m.content != 'a2' %}",
+                "{% if m.role == 'assistant' and m.content != 'a2' %}",
             ),
             "marks no token of the answer that is message 4",
         ),
