@@ -704,11 +704,14 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     return Config(**sections)
 
 
-def read_toml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:
+def read_toml(path: Path, others: Sequence[str] = (), above: Sequence[Path] = ()) -> dict[str, Any]:
     """Read a TOML file as nested dicts, over the file that its `base` names, relative to it. Raises ConfigError.
 
-    Entries with one of the names `others` are no settings, and stay as they are.
+    Entries with one of the names `others` are no settings, and stay as they are. `above`: files of which it is a base.
     """
+    file = path.resolve()
+    if file in above:
+        raise ConfigError(f"{path}: is its own base, or that of its base")
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors put a mark before the text
         base = values.pop("base", "")
@@ -721,7 +724,7 @@ def read_toml(path: Path, others: Sequence[str] = ()) -> dict[str, Any]:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    below = read_toml(path.parent / str(base)) if base else {}
+    below = read_toml(path.parent / str(base), above=[*above, file]) if base else {}
     return overlay(below, values) | more
 
 

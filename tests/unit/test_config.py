@@ -104,12 +104,16 @@ def test_a_mistake_is_named(words: str, monkeypatch: pytest.MonkeyPatch) -> None
         ("[training\n", "not valid TOML"),
         ("training = 3\n", "must be a section"),
         ('base = "y.toml"\n', "y.toml: cannot be read: No such file"),
+        ('base = "../link/x.toml"\n', "is its own base"),
     ],
 )
 def test_a_mistake_in_a_file_is_named(text: str, said: str, tmp_path: Path) -> None:
-    (tmp_path / "x.toml").write_text(text)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (tmp_path / "link").symlink_to(folder)
+    (folder / "x.toml").write_text(text)
     with pytest.raises(ConfigError) as error:
-        load_config([f"--config={tmp_path / 'x.toml'}"])
+        load_config([f"--config={folder / 'x.toml'}"])
     assert said in str(error.value)
     assert str(tmp_path) in str(error.value)
 
