@@ -22,7 +22,7 @@ from checkpoint.manifest import committed, open_checkpoint, step_of
 from config import Config, TitaniteError, close_match, recorded_config
 from run.folder import hold, read_exit
 from run.processes import end_with_parent
-from storage import DamagedError, OutageError
+from storage import DamagedError
 from storage.records import open_records, read_records
 from tools.hf import export_opened
 
@@ -53,25 +53,20 @@ def follow(arguments: argparse.Namespace, asked: str, command: Callable[[Path], 
     ended = False
     while not ended:
         ended = has_ended(run)  # asked first: what was saved before the end is then found
-        try:
-            store = open_place(config, run)
-            names = {*committed(store)} - decided
-            for name in sorted(names, key=lambda name: (name[-12:-4], name)):  # by time, then by step
-                try:
-                    opened = open_checkpoint(store, name)
-                    export_opened(opened, str(run), exported, dtype=arguments.dtype, tokenizer=arguments.tokenizer)
-                except DamagedError as error:
-                    logger.warning(f"{name}: skipped, since it was removed or is damaged: {error}")
-                    decided.add(name)
-                    continue
-                decided.add(name)
-                scores = evaluate(command(exported), output / name)
-                rows.append({"step": step_of(name), "checkpoint": name, "asked": asked, **scores})
-                report(rows[-RECENT:], scores, output)
-                shutil.rmtree(exported)
-        except OutageError as error:
-            ended = False
-            logger.warning(f"{error}; looking again later")
+        store = open_place(config, run)
+        names = {*committed(store)} - decided
+        for name in sorted(names, key=lambda name: (name[-12:-4], name)):  # by time, then by step
+            decided.add(name)
+            try:
+                opened = open_checkpoint(store, name)
+                export_opened(opened, str(run), exported, dtype=arguments.dtype, tokenizer=arguments.tokenizer)
+            except DamagedError as error:
+                logger.warning(f"{name}: skipped, since it was removed or is damaged: {error}")
+                continue
+            scores = evaluate(command(exported), output / name)
+            rows.append({"step": step_of(name), "checkpoint": name, "asked": asked, **scores})
+            report(rows[-RECENT:], scores, output)
+            shutil.rmtree(exported)
         if not ended:
             wait()
     logger.info(f"{run}: has ended; checkpoints evaluated: {len(rows)}, see {output / SCORES}")

@@ -26,7 +26,7 @@ from tests.runs import launch
 from tests.unit.test_chat import byte_tokenizer
 from tests.unit.test_follow import settings  # noqa: F401
 from tests.unit.test_generate import imported  # noqa: F401
-from tools.evaluate import TASKS, main
+from tools.evaluate import main
 from tools.hf import export_model
 
 TASKS_OF_OUR_OWN = {
@@ -165,9 +165,3 @@ def test_without_the_harness_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tools.evaluate.find_spec", {}.get)
     with pytest.raises(TitaniteError, match="evaluation needs: pip install"):
         main(["nowhere"])
-
-
-def test_the_benchmarks_of_the_float8_study_are_the_harness_s_own() -> None:
-    for name in TASKS.split(","):
-        files = (Path(lm_eval.__file__).parent / "tasks" / name.split("_")[0]).rglob("*.yaml")
-        assert any(re.search(rf"^(task|group): {name}$", file.read_text(), re.MULTILINE) for file in files), name

@@ -20,7 +20,6 @@ from checkpoint.loading import locate
 from checkpoint.manifest import MANIFEST, step_of
 from config import TitaniteError
 from run.folder import hold
-from storage import OutageError
 from storage.records import read_records
 from tests.corpus import write_dataset
 from tests.runs import SMALL, content, launch
@@ -234,20 +233,6 @@ def test_it_waits_for_a_run_and_its_checkpoints(
     monkeypatch.setattr(module, "time", clock)
     assert [row["step"] for row in followed(run)] == [1, 2, 3, 4, 5]
     assert seen == [[], [1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
-
-
-def test_an_outage_of_the_store_is_waited_for(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = [OutageError("away")] * 2
-    read = module.open_checkpoint
-
-    def read_later(store: Any, name: str) -> Any:
-        if answers and name == last:
-            raise answers.pop()
-        return read(store, name)
-
-    last = max(name for _, name in locate(run))
-    monkeypatch.setattr(module, "open_checkpoint", read_later)
-    assert [row["step"] for row in followed(run)] == [1, 2, 3, 4]
 
 
 def test_after_a_failure_of_the_harness_it_goes_on(run: Path) -> None:
