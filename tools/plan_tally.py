@@ -185,7 +185,9 @@ class Kernels:
         operators = [node for node in graph.nodes if isinstance(node.target, OpOverload)]
         self.inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
         self.outputs = _values(graph.output_node().args[0])
-        self.needed = set(map(_storage, _tensors([self.inputs, self.outputs])))  # what is in memory
+        # The place where a tensor is made, its bytes. Inputs were counted before.
+        self.made = dict.fromkeys(map(_storage, _tensors(self.inputs)), (0, 0))
+        self.needed = {*self.made, *map(_storage, _tensors(self.outputs))}  # what is in memory
         for node in operators:
             if _is_call(node.target):
                 self.needed.update(map(_storage, _tensors(_values(node.args))))
@@ -193,7 +195,6 @@ class Kernels:
         self.sizes: dict[int, int] = {}
         self.sources: dict[int, set[int]] = {}  # of a tensor inside a kernel: what it is computed from
         self.last: dict[int, int] = {}  # the place of its last use
-        self.made: dict[int, tuple[int, int]] = {}  # the place where it is made, bytes
         self.looks: list[int] = []  # places where memory is looked at
         self.levels: dict[int, int] = {}  # of the first kernel that may use it
         self.reads: set[tuple[int, int]] = set()  # level, tensor
@@ -237,7 +238,7 @@ class Kernels:
                 self.sources[key] = read
                 continue
             self.sizes[key] = _size(x)
-            self.made[key] = place, _held_bytes(x)
+            self.made.setdefault(key, (place, _held_bytes(x)))
             self.reads |= {(level, source) for source in read}
             self.writes.add((level, key))
 
