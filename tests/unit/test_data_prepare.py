@@ -325,7 +325,7 @@ def test_the_workers_of_a_killed_run_end_with_it(texts, lines, make, tokenizer_f
         pass
     workers = [os.pidfd_open(pid) for pid in pids]
     parent.kill()
-    parent.communicate()
+    parent.wait()  # not for the end of its pipes, which the workers have, too
     ended = [select.select([worker], [], [], 20)[0] for worker in workers]
     for worker in workers:
         with suppress(ProcessLookupError):
