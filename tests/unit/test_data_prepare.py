@@ -644,6 +644,7 @@ def test_tokens_become_documents_with_one_eos_each(layout, take, tmp_path, monke
         (llm_c_header(20240520, "<u4", [7, 8, 0]), {}, r"a\.bin: its header says 3 ids of uint16, it holds 6"),
         (llm_c_header(20240801, "<u4", [7, 8, 0]), {}, r"a\.bin: --dtype uint16: its header says uint32"),
         (b"PAR1", {}, r"a\.bin: --dtype uint16"),
+        (b"\x93NUMPY" + bytes(20), {}, r"a\.bin: \.npy"),
         (b"\1\0\0\0", {"keys": "ids"}, r"a\.bin: --keys ids"),
         (b"\1\0\0\0", {"name": "a.bin.gz"}, r"a\.bin\.gz: .*not compressed"),
         ({"n": [1], "text": ["a"]}, {}, r"column .*; it has n \(int64\), text \(string\)"),
