@@ -243,7 +243,7 @@ def finished_run(folder: Path, losses: list[float], lr: float, seed: int) -> Run
     name = name_values(values)
     config = from_dict({"run": {"folder": str(folder / name)}})
     lines = [row(10 * number, loss=loss, step_seconds=1.0) for number, loss in enumerate(losses, start=1)]
-    write_run(folder / name, lines, config)
+    write_run(folder / name, lines or [""], config)
     record_exit(folder / name, {"kind": "finished"})
     return Run(values, config)
 
@@ -254,6 +254,7 @@ def test_the_tables_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str
         finished_run(tmp_path, [5.0, 4.0], lr=0.1, seed=1),
         finished_run(tmp_path, [5.5, 4.5, 2.5], lr=0.2, seed=0),
         finished_run(tmp_path, [9.0], lr=0.2, seed=1),
+        finished_run(tmp_path, [], lr=0.3, seed=0),
     ]
     runs += [run._replace(config=from_dict({"run": {"folder": str(tmp_path / "new")}})) for run in runs[:1]]
     (runs[3].folder / "exit.json").write_text('{"kind": "error"}')
@@ -265,7 +266,7 @@ def test_the_tables_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str
     missing = [line.split() for line in printed.partition("Not finished")[2].splitlines()[2:4]]
     assert missing == [["lr=0.2,seed=1", "10", "error"], ["new", "0", "none", "recorded"]]
     with (tmp_path / "sweep.csv").open() as file:
-        assert [line["loss"] for line in csv.DictReader(file)] == ["3.0", "4.0", "2.5", "9.0", ""]
+        assert [line["loss"] for line in csv.DictReader(file)] == ["3.0", "4.0", "2.5", "9.0", "", ""]
 
 
 def test_settings_of_one_last_part_are_named_whole() -> None:

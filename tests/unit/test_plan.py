@@ -141,6 +141,15 @@ def count_swiglu(compiled: bool) -> tuple[int, int, int]:
     return forward, tally.counts["moved"] - forward, tally.peak
 
 
+def count_residual() -> int:
+    """Bytes moved."""
+    x, w = torch.ones(512, 128), torch.ones(128, 128)
+    tally = Tally()
+    with tally.counting():
+        torch.compile(lambda x, w: x + F.silu(x) @ w, backend=tally.backend)(x, w)
+    return tally.counts["moved"]
+
+
 def test_a_compiled_graph_moves_what_its_kernels_read_and_write() -> None:
     """Forward: two results of matmuls in, their product out. Backward: those and a gradient in, three tensors out."""
     hidden, small = 512 * 128 * 4, 512 * 32 * 4
@@ -151,6 +160,8 @@ def test_a_compiled_graph_moves_what_its_kernels_read_and_write() -> None:
     assert 5 * hidden <= peak < 6 * hidden
     ((eager, _, _),) = run_ranks(1, count_swiglu, False)
     assert eager == 5 * hidden  # silu by itself
+    # The kernel before the matmul reads x and writes silu; the one after it reads x again, and the matmul's result.
+    assert run_ranks(1, count_residual) == [5 * hidden]
 
 
 def track_a_block() -> tuple[int, int]:
