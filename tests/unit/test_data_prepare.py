@@ -1,6 +1,7 @@
 """From text to a dataset: every source, exact, the same bytes whatever happens on the way."""
 
 import bz2
+import codecs
 import csv
 import errno
 import gzip
@@ -28,7 +29,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fsspec.spec import AbstractBufferedFile
 
 from config import load_config
 from data.prepare import main, passes, readers, sources, workers
@@ -140,9 +140,12 @@ def inputs(texts: list[str], tmp_path: Path) -> Path:
     (folder / "files").mkdir(parents=True)
     for i, text in enumerate(texts):
         (folder / "files" / f"{i:04}.md").write_bytes(text.encode())
-    content = write_jsonl(folder / "a.jsonl", texts).read_bytes()
-    for suffix in COMPRESS:
-        (folder / f"a.jsonl{suffix}").write_bytes(COMPRESS[suffix](content))
+    content = codecs.BOM_UTF8 + write_jsonl(folder / "a.jsonl", texts).read_bytes()
+    (folder / "a.jsonl").write_bytes(content)
+    for suffix, compress in COMPRESS.items():
+        (folder / f"a.jsonl{suffix}").write_bytes(compress(content[:5]) + compress(content[5:]))
+    with (folder / "a.jsonl.gz").open("ab") as file:
+        file.write(bytes(1000))  # which are no content
     records = [{"text": text, "more": [{}]} for text in texts]
     (folder / "a.json").write_text("\ufeff \n" + json.dumps(records, indent=2, ensure_ascii=False))
     for name in ("a.arrow", "a.parquet"):
@@ -216,14 +219,6 @@ def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, make, tmp_pa
     assert "train-00001.arrow" in whole
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.html.zst", "a.jsonl.gz"])
-def test_a_byte_order_mark_is_no_text_and_zeros_after_gzip_are_no_content(name, tmp_path):
-    content = b"\xef\xbb\xbf" + (b'{"text": "def f():"}' if "jsonl" in name else b"def f():")
-    stored = compressed(name, content[:5]) + compressed(name, content[5:])
-    (tmp_path / name).write_bytes(stored + bytes(1000 * name.endswith("gz")))
-    assert documents_in(tmp_path / name) == ["def f():"]
-
-
 @pytest.mark.parametrize(
     ("separator", "content", "documents"),
     [
@@ -245,13 +240,6 @@ def test_lines_belong_to_one_unit_wherever_it_begins(texts, tmp_path, monkeypatc
     for unit_bytes in range(1, 60):
         monkeypatch.setattr(readers, "UNIT_BYTES", unit_bytes)
         assert documents_in(file) == texts[:20]
-
-
-def test_a_suffix_without_code_that_reads_it_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "KINDS", sources.KINDS | {".tale": "tale"})
-    (tmp_path / "a.tale").write_text("once")
-    with pytest.raises(DataError, match=r"a\.tale: KINDS has 'tale', which no branch of _records"):
-        documents_in(tmp_path / "a.tale")
 
 
 # ---------------------------------------------------------------- kills
@@ -309,20 +297,18 @@ def test_after_sigkill_the_same_command_finishes_with_the_same_bytes(
 
 
 def test_the_workers_of_a_killed_run_end_with_it(texts, lines, make, tokenizer_folder, tmp_path):
-    """They were stopped before they wrote. If they went on, they would write beside a new start."""
+    """If they went on, they would write beside a new start."""
     (tmp_path / "pids").mkdir()
     code = (
-        "def stop():\n"
+        "def wait():\n"
         f"    open({str(tmp_path / 'pids')!r} + f'/{{os.getpid()}}', 'w').close()\n"
-        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
-        "passes._write_part = lambda *part: stop()\n"
+        "    signal.pause()\n"
+        "passes._write_part = lambda *part: wait()\n"
     )
     options = "--processes=2", f"--tokenizer={tokenizer_folder}"
     parent = start_script(tmp_path / "killed.py", code, f"--source={lines}", f"--output={tmp_path / 'out'}", *options)
     while len(pids := [int(file.name) for file in (tmp_path / "pids").iterdir()]) < 2:
         assert parent.poll() is None
-    while not all(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] == "T" for pid in pids):
-        pass
     workers = [os.pidfd_open(pid) for pid in pids]
     parent.kill()
     parent.wait()  # not for the end of its pipes, which the workers have, too
@@ -404,8 +390,6 @@ def test_a_folder_is_written_by_one_process_and_a_finished_dataset_is_never_repl
         ("a.jsonl", b"\n", "holds nothing that can be used"),
         ("a.parquet", b"PAR1", r"a\.parquet: cannot be read: .*Parquet file size is 4 bytes"),
         ("a.txt", b"abc\xff", r"a\.txt: .*utf-8.* byte 0xff in position 3"),
-        ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz"),
-        ("a.jsonl.xz", b"not xz", r"a\.jsonl\.xz"),
         ("a.arrow", b"\xff\xff\xff\xff", r"a\.arrow: .*Parquet"),  # begins as an Arrow stream
         ("a.csv", b'text\n"never closed\n', r"a\.csv: cannot be read: ValueError: line 2"),
         ("a.csv", b"n,text\n1,one\n2,two,3\n", r"a\.csv, row 1: has more cells"),
@@ -550,40 +534,19 @@ def test_a_file_is_read_once_whatever_its_names(tmp_path, monkeypatch, more):
         sources.list_files(["."])
 
 
-class Store(fsspec.AbstractFileSystem):
-    """A remote file system with one file, and blocks as large as those of s3fs."""
-
-    protocol, cachable = "store", False
-    content = (json.dumps({"text": "x" * 1000}) + "\n").encode() * 30_000
-    fetched, answers = 0, True
-
-    def info(self, path: str, **_: object) -> dict[str, object]:
-        return {"name": path, "size": len(self.content), "type": "file"}
-
-    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **_: object) -> "StoreFile":
-        return StoreFile(self, path, block_size=block_size or 50 * 2**20)
-
-
-class StoreFile(AbstractBufferedFile):
-    def _fetch_range(self, start: int, end: int) -> bytes:
-        Store.fetched += end - start
-        return Store.content[start:end] if Store.answers else b""
-
-
-def test_lines_of_a_remote_file_are_read_but_not_far_beyond_the_unit_and_an_empty_answer_is_no_end(monkeypatch):
-    fsspec.register_implementation("store", Store, clobber=True)
-    monkeypatch.setattr(Store, "fetched", 0)
-    monkeypatch.setattr(readers, "UNIT_BYTES", 2**20)
-    unit = readers.plan_units(sources.list_files(["store://lines.jsonl"]))[3]
-    assert 1000 < sum(1 for _ in readers.documents(unit)) < 1050
-    assert Store.fetched < 8 * 2**20 < len(Store.content) / 3
-    monkeypatch.setattr(Store, "answers", False)
-    (table,) = readers.plan_units(sources.list_files(["store://table.csv"]))
-    (ids,) = readers.plan_units(sources.list_files(["store://ids.bin"]))
-    tokens = token_documents(ids, word_tokenizer(400), "uint16")
-    for silent in (readers.documents(unit), readers.documents(table), tokens):
-        with pytest.raises(DataError, match=r"store://.*: cannot be read: the server has sent"):
-            list(silent)
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.jsonl", b'{"text": "x"}\n'), ("a.csv", b"text\nx\n"), ("a.bin", b"\1\0\0\0")]
+)
+def test_an_empty_answer_of_a_server_is_no_end(name, content, tmp_path):
+    system, url = fsspec.filesystem("memory"), f"memory:/{tmp_path}/{name}"
+    system.pipe_file(url, 2 * content)
+    (unit,) = readers.plan_units(sources.list_files([url]))
+    system.pipe_file(url, content)
+    read = readers.documents(unit)
+    if name == "a.bin":
+        read = token_documents(unit, word_tokenizer(400), "uint16")
+    with pytest.raises(DataError, match=name):
+        list(read)
 
 
 def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path):
@@ -649,11 +612,9 @@ def test_tokens_become_documents_with_one_eos_each(layout, take, tmp_path, monke
         (b"\1\0\0\0", {"name": "a.bin.gz"}, r"a\.bin\.gz: .*not compressed"),
         ({"n": [1], "text": ["a"]}, {}, r"column .*; it has n \(int64\), text \(string\)"),
         ({"ids": [[1]], "mask": [[1]]}, {}, r"--keys \['ids', 'mask'\]: .*; it has ids \(list"),
-        ({"ids": [[1]]}, {"keys": "id"}, r"--keys id: .*; it has ids \(list"),
         ({"ids": [[1, None]]}, {}, "'ids' holds null"),
         ({"ids": [[1, 2], None]}, {}, "'ids' holds null"),
         ({"ids": [[1], [2, -1]]}, {}, "id -1 "),
-        ({"ids": [[1]] * 8 + [[2, 400]]}, {}, "id 400 "),
     ],
 )
 def test_tokens_that_cannot_be_used_are_named(take, tmp_path, content, options, named):

@@ -17,6 +17,7 @@ from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
 from config import TitaniteError, from_dict
+from data.chat import load_transformers
 from data.loader import IGNORED, Batch, DataLoader, validation_batches
 from data.packing import HIDDEN, TOKEN_BITS
 from data.prepare import main as prepare
@@ -231,26 +232,22 @@ def test_examples_that_are_all_too_long_make_no_dataset(tmp_path, capsys):
     assert "--seq-len" in capsys.readouterr().err
 
 
-def test_training_on_prepared_conversations_needs_no_transformers(tmp_path):
+def test_training_on_prepared_conversations_needs_no_transformers(tmp_path, monkeypatch):
     """And a preparation without it ends in one line."""
     rows = [{"messages": [ASKED, ANSWERED]}] * 20
     folder = prepared(tmp_path, tokenizer(), rows, "--format=chat", "--seq-len=14")
-    data = {"datasets": [str(folder)], "mask_documents": True}
-    words = [f"--source={tmp_path}/a.jsonl", f"--tokenizer={tmp_path}", "--format=chat", "--seq-len=14"]
     code = (
         "import sys; sys.modules['transformers'] = None\n"
-        "import start, data.prepare; from config import from_dict\n"
-        f"config = from_dict({{'data': {data}, 'training': {{'seq_len': 14, 'local_batch_size': 2}}}})\n"
+        "import start; from tests.corpus import data_config\n"
+        f"config = data_config({str(folder)!r}, data__mask_documents=True, training__seq_len=14)\n"
         "loader = start.DataLoader(config, 0, 1)\n"
-        "print(loader.next_step()[0].tokens.tolist(), loader.tokenizer.vocab_size); loader.close()\n"
-        f"data.prepare.main({[*words, f'--output={tmp_path}/other']})\n"
+        "print(loader.next_step()[0].tokens[0].tolist(), loader.tokenizer.vocab_size); loader.close()\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    row = [USER, WHAT, ASK, END, ASSISTANT, FOUR, END] * 2
-    assert ended.stdout == f"{[row, row]} {len(WORDS)}\n"
-    last = ended.stderr.splitlines()[-1]
-    assert last.startswith("error: transformers is not installed")
-    assert "requirements-tuning.txt" in last
+    said = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert said == f"{[USER, WHAT, ASK, END, ASSISTANT, FOUR, END] * 2} {len(WORDS)}\n"
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(TitaniteError, match="requirements-tuning"):
+        load_transformers(tokenizer())
 
 
 def test_a_mixture_has_the_template_of_its_conversations(tmp_path):
