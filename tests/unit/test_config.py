@@ -212,7 +212,9 @@ def test_a_resume_of_a_run_of_epochs_takes_the_steps_that_are_typed(tmp_path: Pa
         load_config([f"--resume={tmp_path}x"])
 
 
-def test_help_of_words_prints_the_settings_that_have_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_words_prints_the_settings_that_have_them_all(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def printed(*words: str) -> list[str]:
         with pytest.raises(SystemExit) as ended:
             load_config(words)
@@ -222,6 +224,8 @@ def test_help_of_words_prints_the_settings_that_have_them_all(capsys: pytest.Cap
     assert printed("--help", "nesterov") == ["parallelism.outer_momentum"]  # in its text
     assert printed("-h", "Warmup_Steps") == ["lr_scheduler.warmup_steps"]  # in its name
     assert printed("--run.seed=1", "--help", "running", "squared", "--run.seed=1") == ["optimizer.beta2"]
+    monkeypatch.setattr(settings, "field_docs", lambda section: {})  # a fork's, without a text
+    assert printed("--help", "warmup_steps") == ["lr_scheduler.warmup_steps"]
 
 
 def test_help_shows_what_would_run_and_every_flavor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -307,11 +307,12 @@ def test_weights_and_biases_is_asked_for_and_missing(monkeypatch: pytest.MonkeyP
 
 
 def test_weights_and_biases_gets_rows_and_config_and_a_resume_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the package itself, offline; also steps trained again after a crash."""
+    """By the package itself, offline; also steps trained again after a crash. What may take long is said before."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
+    caplog.set_level("INFO")
     calls = mock.patch.multiple(wandb.Run, log=mock.DEFAULT, define_metric=mock.DEFAULT, autospec=True)
     with calls as called:
         for steps in ((1, 2), (2, 3)):
@@ -321,6 +322,8 @@ def test_weights_and_biases_gets_rows_and_config_and_a_resume_goes_on(
                 metrics.log_validation(step, {"validation_loss": 3.25}, tokens=step)
             metrics.close()
     runs, rows = zip(*(call.args for call in called["log"].call_args_list), strict=True)
+    assert "metrics.wandb_project" in caplog.messages[0]
+    assert "WANDB_INIT_TIMEOUT" in caplog.messages[0]
     assert len({run.id for run in runs}) == 1
     assert runs[-1].config["optimizer"]["lr"] == 3e-4
     losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
