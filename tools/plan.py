@@ -29,7 +29,7 @@ RESERVED = {False: 1.03, True: 1.25}  # memory that torch reserves / allocated: 
 MODES: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 DEGREES = (1, 2, 4, 8)
 LONG = 2**15  # tokens of a sequence, from which on a sweep splits it
-SHOWN = 6  # layouts of a sweep
+SHOWN = 4  # layouts of a sweep
 
 
 def plan(configs: Sequence[Config], world_size: int, cluster: Cluster) -> list[dict[str, Any]]:
