@@ -1,7 +1,6 @@
 """Fixtures of tests that train."""
 
 import random
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +9,7 @@ from tests.runs import SMALL
 
 
 @pytest.fixture(scope="session")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dataset(tmp_path_factory):
     """150 documents of a made-up language, with a tokenizer of 512. The text is beside it."""
     folder = tmp_path_factory.mktemp("data")
     words = random.Random(0)
@@ -26,6 +25,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small(dataset: Path) -> tuple[str, ...]:
+def small(dataset):
     """The arguments of a small run on `dataset`."""
     return (*SMALL, f"--data.datasets={dataset}")

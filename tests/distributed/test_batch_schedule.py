@@ -1,7 +1,6 @@
 """Runs whose batch and length grow with the tokens seen: stopped, resumed, on other ranks; each token once."""
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ BATCHES = [4] * 4 + [8] * 3 + [12] * 5
 LENGTHS = [8] * 5 + [16] * 3 + [32] * 4
 
 
-def test_a_run_follows_its_schedule_through_stops_and_on_other_ranks(dataset: Path, tmp_path: Path) -> None:
+def test_a_run_follows_its_schedule_through_stops_and_on_other_ranks(dataset, tmp_path):
     words = [*WORDS, f"--data.datasets={dataset}"]
     whole, stopped, pair = (tmp_path / name for name in ("whole", "stopped", "pair"))
     launch(1, whole, words)

@@ -7,7 +7,6 @@ import shlex
 import shutil
 from itertools import islice
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -41,7 +40,7 @@ SMALL = (
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dataset(tmp_path_factory):
     """400 tokens, each only once but the 0 that ends a document."""
     numbers, rest, documents = random.Random(0), list(range(1, 380)), []
     while rest:
@@ -93,13 +92,13 @@ def expected_steps(dataset: Path, steps: int) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def trunk_run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+def trunk_run(dataset, tmp_path_factory):
     """A run of 8 steps on 2 ranks, never interrupted, and the tokens of its steps."""
     folder = tmp_path_factory.mktemp("trunks") / "trunk"
     return folder, train_ranks(2, folder, dataset)
 
 
-def test_a_decayed_run_is_trained_on_from_before_its_decay(dataset: Path, tmp_path: Path) -> None:
+def test_a_decayed_run_is_trained_on_from_before_its_decay(dataset, tmp_path):
     """By the command that it prints. On a resume a line says that the rate jumps."""
     folder = tmp_path / "a run"
     branch = tmp_path / "branch"
@@ -121,7 +120,7 @@ def test_a_decayed_run_is_trained_on_from_before_its_decay(dataset: Path, tmp_pa
 
 
 @pytest.mark.parametrize("ranks", [2, 1])
-def test_a_branch_is_the_run_that_went_on(ranks: int, trunk_run: Any, dataset: Path, tmp_path: Path) -> None:
+def test_a_branch_is_the_run_that_went_on(ranks, trunk_run, dataset, tmp_path):
     """At its world size to the last bit, at another with the same tokens; the trunk is only read."""
     (trunk, trained), branch = trunk_run, tmp_path / "branch"
     before = content(trunk)
@@ -152,7 +151,7 @@ def test_a_branch_is_the_run_that_went_on(ranks: int, trunk_run: Any, dataset: P
     assert same(ours, flat(final_weights(trunk, tmp_path)))
 
 
-def test_a_branch_is_resumed_from_its_own_checkpoints(dataset: Path, tmp_path: Path) -> None:
+def test_a_branch_is_resumed_from_its_own_checkpoints(dataset, tmp_path):
     """Before it has any, from where it began, though its parent has gone on; with some, even if the parent is gone."""
     trunk, branch = tmp_path / "trunk", tmp_path / "branch"
     trained = train_ranks(1, trunk, dataset, stop_after=4)
@@ -179,7 +178,7 @@ def test_a_branch_is_resumed_from_its_own_checkpoints(dataset: Path, tmp_path: P
     assert ours == theirs
 
 
-def test_a_branch_of_a_branch(trunk_run: Any, dataset: Path, tmp_path: Path) -> None:
+def test_a_branch_of_a_branch(trunk_run, dataset, tmp_path):
     (trunk, trained), first, second = trunk_run, tmp_path / "first", tmp_path / "second"
     train_ranks(1, first, dataset, f"--checkpoint.branch_from={trunk}@4", "--checkpoint.interval=3")
     words = [f"--checkpoint.branch_from={first / 'checkpoints'}@6"]
@@ -189,7 +188,7 @@ def test_a_branch_of_a_branch(trunk_run: Any, dataset: Path, tmp_path: Path) -> 
     assert prove(second)[0] == "8 steps, 512 tokens, without gap or overlap, on [1, 2] data-parallel ranks"
 
 
-def test_mistakes_are_one_line_before_anything_is_written(trunk_run: Any, dataset: Path, tmp_path: Path) -> None:
+def test_mistakes_are_one_line_before_anything_is_written(trunk_run, dataset, tmp_path):
     (trunk, _), branch, new = trunk_run, tmp_path / "branch", tmp_path / "new"
     train_ranks(1, branch, dataset, f"--checkpoint.branch_from={trunk}@4")
     model = branch / "checkpoints" / "averaged"

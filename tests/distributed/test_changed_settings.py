@@ -2,7 +2,6 @@
 
 import json
 from contextlib import suppress
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
@@ -70,9 +69,7 @@ def another(kind: Any, value: Any) -> Any:
     raise AssertionError(f"{kind}: no other value than {value} found")
 
 
-def test_a_run_is_resumed_with_every_setting_changed_that_may_change(
-    small: tuple[str, ...], dataset: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_resumed_with_every_setting_changed_that_may_change(small, dataset, tmp_path):
     """What a start records is JSON, and each change is a line of the log."""
     folder = tmp_path / "run"
     arguments = [*small, f"--run.folder={folder}", "--training.steps=2"]

@@ -36,7 +36,7 @@ def run_both(**settings: Any) -> list[Trace]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_bits_of_weights_cast_in_each_microbatch(name: str) -> None:
+def test_the_bits_of_weights_cast_in_each_microbatch(name):
     ((ours, reference),) = run_ranks(1, partial(run_both, **CASES[name]))
     rounded = {"output.weight"} if name == "loss in chunks" else set()  # the sum of its chunks, to the copy's type
     for name, gradient in reference.gradients[0].items():
@@ -67,7 +67,7 @@ def count_casts(kept: bool) -> int:
     return casts.weights
 
 
-def test_each_weight_is_cast_once_a_step() -> None:
+def test_each_weight_is_cast_once_a_step():
     matrices = 7 * FLAVOR.n_layers + 1
     assert run_ranks(1, count_casts, True) == [matrices * (STEPS + 1)]  # and before the first step
     assert run_ranks(1, count_casts, False) == [matrices * STEPS * MICROBATCHES]

@@ -41,7 +41,7 @@ def step(name: str, world_size: int, *arguments: str) -> Counts:
 
 
 @pytest.mark.parametrize(("name", "world_size"), WORLD_SIZES.items())
-def test_a_config_takes_a_step(name: str, world_size: int) -> None:
+def test_a_config_takes_a_step(name, world_size):
     (counts,) = run_ranks(1, step, name, world_size, start_group=False)
     config = load_config([f"--config={CONFIGS}/{name}.toml"])
     if name == "llama3_8b":
@@ -60,6 +60,6 @@ def broken_step() -> Any:
         return step("debug", 2)
 
 
-def test_what_a_run_would_fail_on_fails_here() -> None:
+def test_what_a_run_would_fail_on_fails_here():
     with pytest.raises(AssertionError, match="a broken step"):
         run_ranks(1, broken_step, start_group=False)

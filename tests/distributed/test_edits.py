@@ -12,20 +12,20 @@ ROOT = Path(__file__).parents[2]
 SOME = ("a layer's own attention", "a logit cap in forward", "AdamW with a double step", "the embedding in every layer")
 
 
-def test_edits_are_honoured_refused_or_shown() -> None:
+def test_edits_are_honoured_refused_or_shown():
     command = [sys.executable, "-m", "benchmarks.edits", "--quick", "--check", "--only", *SOME]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
 
 
-def test_every_edit_is_of_text_that_is_there() -> None:
+def test_every_edit_is_of_text_that_is_there():
     for name, edit in EDITS.items():
         text = (ROOT / edit.file).read_text()
         for old, _ in edit.changes:
             assert text.count(old) == 1, (name, old)
 
 
-def test_the_examples_of_the_docs_are_edits() -> None:
+def test_the_examples_of_the_docs_are_edits():
     page = (ROOT / "docs" / "forking.md").read_text()
     examples = re.findall(r"^```python edit: ([^\n]*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     assert len(examples) == 4

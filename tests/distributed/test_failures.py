@@ -34,7 +34,7 @@ SKIP, ROLLBACK = "--failures.on_bad_step=skip", "--failures.on_bad_step=rollback
 
 
 @pytest.fixture(scope="session")
-def small(small: tuple[str, ...]) -> tuple[str, ...]:
+def small(small):
     """Each rank of two has one forward a step."""
     return (*small, "--training.local_batch_size=4", "--validation.enable=false")
 
@@ -85,9 +85,7 @@ def same_weights(left: Path, right: Path, scratch: Path) -> bool:
     return same(*(flat(final_weights(folder, scratch)) for folder in (left, right)))
 
 
-def test_a_bad_step_is_skipped_on_all_ranks_and_again_after_a_crash(
-    small: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_step_is_skipped_on_all_ranks_and_again_after_a_crash(small, tmp_path, capfd):
     words = [*small, SKIP]
     assert launch(2, tmp_path / "whole", words, (7,), function=run) == ["", ""]
     assert left_out(tmp_path / "whole") == [(7, 7)]
@@ -101,9 +99,7 @@ def test_a_bad_step_is_skipped_on_all_ranks_and_again_after_a_crash(
     assert prove(tmp_path / "cut")[0].startswith("12 steps")
 
 
-def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(
-    small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(small, tmp_path, monkeypatch):
     words, rolled, told = [*small, ROLLBACK], tmp_path / "rolled", tmp_path / "told"
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     assert launch(2, rolled, words, (10,), 0, True, function=run) == ["rolled back"] * 2
@@ -121,7 +117,7 @@ def test_a_bad_step_rolls_back_to_the_checkpoint_and_leaves_out_all_since(
     assert prove(rolled)[-1].startswith(f"{rolled}/skipped.jsonl lists steps")
 
 
-def test_the_budget_ends_the_run_on_all_ranks(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_the_budget_ends_the_run_on_all_ranks(small, tmp_path):
     words = [*small, SKIP, "--failures.bad_step_budget=2"]
     for said in launch(2, tmp_path, words, (3, 6, 7), function=run):
         assert said.startswith("step 7: loss nan")
@@ -136,7 +132,7 @@ def judge_all(folder: Path, failures: Failures, pairs: list[tuple[float, float]]
     return [guard.find_trouble(torch.tensor(loss), torch.tensor(norm)) for loss, norm in pairs]
 
 
-def test_a_restart_judges_by_the_steps_before_it(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_restart_judges_by_the_steps_before_it(small, tmp_path):
     """Each checkpoint holds the figures of the good steps so far, whichever start computed them."""
     words = [*small, SKIP, "--failures.spike_sigmas=6"]
     launch(1, tmp_path, words, (), 5, function=run)
@@ -146,7 +142,7 @@ def test_a_restart_judges_by_the_steps_before_it(small: tuple[str, ...], tmp_pat
     assert good == [[row["loss"], row["grad_norm"]] for _, row in sorted(rows(tmp_path).items())]
 
 
-def test_skipped_steps_that_a_person_has_edited(tmp_path: Path) -> None:
+def test_skipped_steps_that_a_person_has_edited(tmp_path):
     """A blank line is none, and a last one without an end counts. A mistake is named with its file."""
     file = tmp_path / "skipped.jsonl"
     file.write_text('{"first": 3, "last": 4}\n\n{"first": 7, "last": 7, "cause": "by hand"}')
@@ -158,7 +154,7 @@ def test_skipped_steps_that_a_person_has_edited(tmp_path: Path) -> None:
             guard._read()
 
 
-def test_spikes_are_measured_by_deviations(tmp_path: Path) -> None:
+def test_spikes_are_measured_by_deviations(tmp_path):
     """Of 128 good steps: their losses' mean is 2, the deviation of a sample of them 0.1004; the norms' are twice that.
 
     Among fewer, 9 would be a spike. A step of which nothing was trained is none of them.
@@ -188,7 +184,7 @@ def timeouts(arguments: list[str]) -> list[set[float]]:
     return [*found, {call.kwargs["timeout"].total_seconds() for call in made.call_args_list}]
 
 
-def test_timeouts_are_those_of_the_settings(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_timeouts_are_those_of_the_settings(small, tmp_path):
     """Of all groups but the checkpoints', FSDP2's included."""
     words = [*small, "--parallelism.reshard_group_size=2", "--comm.store_retry_seconds=10"]
     words += ["--comm.init_timeout_seconds=111", "--comm.train_timeout_seconds=222"]
@@ -230,15 +226,13 @@ def exit_code(arguments: list[str], *signals: signal.Signals) -> Any:
         (2, [signal.SIGTERM], [0, 0], 2),
     ],
 )
-def test_a_node_that_is_taken_does_not_end_the_run_on_the_others(
-    steps: int, signals: list[signal.Signals], codes: list[int], saved: int, small: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_node_that_is_taken_does_not_end_the_run_on_the_others(steps, signals, codes, saved, small, tmp_path):
     words = [*small, f"--training.steps={steps}"]
     assert launch(2, tmp_path, words, *signals, function=exit_code) == codes
     assert saved_steps(tmp_path) == [saved]
 
 
-def test_a_second_ctrl_c_is_a_persons_wish_and_starts_nothing_again(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_second_ctrl_c_is_a_persons_wish_and_starts_nothing_again(small, tmp_path):
     launch(1, tmp_path, small, function=interrupt_twice)
     ended = how_it_ended(tmp_path)
     assert (ended["kind"], ended["cause"], ended["start_again"]) == ("stopped", "stopped by SIGINT, at once", False)
@@ -253,7 +247,7 @@ def interrupt_twice(arguments: list[str]) -> None:
         train(load_config(arguments), after_step)
 
 
-def test_a_full_disk_of_the_run_folder_ends_the_run(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_full_disk_of_the_run_folder_ends_the_run(small, tmp_path):
     """The file is named. Once there is room, the run goes on."""
     launch(1, tmp_path, small, (), 5, function=run)
     metrics = tmp_path / "metrics.jsonl"
@@ -312,9 +306,7 @@ def start_node(
     return ended.returncode, ended.stderr
 
 
-def test_a_rank_that_waits_in_a_driver_notices_that_another_is_lost_and_torchrun_starts_the_job_again(
-    small: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_rank_that_waits_in_a_driver_notices_that_another_is_lost_and_torchrun_starts_the_job_again(small, tmp_path):
     code, printed = start_node(tmp_path, 2, "killed", *small, "--training.steps=3", restarts=1)
     assert code == 0
     assert "exit: rank 1 was lost" in printed
@@ -327,7 +319,7 @@ def test_a_rank_that_waits_in_a_driver_notices_that_another_is_lost_and_torchrun
 
 
 @pytest.mark.long
-def test_a_rank_that_waits_in_a_driver_leaves_the_last_word_to_another(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_rank_that_waits_in_a_driver_leaves_the_last_word_to_another(small, tmp_path):
     code, printed = start_node(tmp_path, 2, "mistaken", *small)
     record = how_it_ended(tmp_path / "run")
     assert (code, record["kind"], record["rank"], record["start_again"]) == (100, "error", 1, False)
@@ -336,7 +328,7 @@ def test_a_rank_that_waits_in_a_driver_leaves_the_last_word_to_another(small: tu
     assert "Unable to shutdown process" not in printed
 
 
-def test_a_stop_that_comes_too_late_to_save_is_recorded_as_a_persons(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_stop_that_comes_too_late_to_save_is_recorded_as_a_persons(small, tmp_path):
     code, printed = start_node(tmp_path, 1, "slow", *small, shutdown=6)
     record = how_it_ended(tmp_path / "run")
     assert (code, record["kind"], record["start_again"]) == (0, "stopped", False)
@@ -344,9 +336,7 @@ def test_a_stop_that_comes_too_late_to_save_is_recorded_as_a_persons(small: tupl
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in printed
 
 
-def test_slow_steps_are_a_warning_where_torchrun_does_not_wait_so_long(
-    small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_slow_steps_are_a_warning_where_torchrun_does_not_wait_so_long(small, tmp_path, monkeypatch, capfd):
     """Here it waits not at all."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "0")
@@ -355,9 +345,7 @@ def test_slow_steps_are_a_warning_where_torchrun_does_not_wait_so_long(
 
 
 @pytest.mark.long
-def test_a_node_whose_ranks_are_all_killed_starts_again_until_that_leads_nowhere(
-    small: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_node_whose_ranks_are_all_killed_starts_again_until_that_leads_nowhere(small, tmp_path):
     words = [*small, "--failures.restarts_without_progress=0", "--training.steps=1"]
     (first, _), (second, printed) = [start_node(tmp_path, 1, "killed", *words) for _ in range(2)]
     assert (first, second) == (75, 100)
@@ -386,9 +374,7 @@ def stop_before_training(arguments: list[str]) -> Any:
 
 
 @pytest.mark.parametrize(("ranks", "kind"), [(1, "stopped"), (2, "lost")])
-def test_a_rank_that_is_asked_to_stop_before_training_says_why(
-    ranks: int, kind: str, small: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_rank_that_is_asked_to_stop_before_training_says_why(ranks, kind, small, tmp_path):
     lost = pytest.raises(AssertionError, match="rank 1 ended with -9")
     with lost if kind == "lost" else contextlib.nullcontext():
         launch(ranks, tmp_path, small, function=stop_before_training)
@@ -408,5 +394,5 @@ def notes(arguments: list[str]) -> tuple[bool, bool]:
     return noted.called, recorded.called
 
 
-def test_each_node_notes_a_start_and_its_end(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_each_node_notes_a_start_and_its_end(small, tmp_path):
     assert launch(2, tmp_path / "run", [*small, "--training.steps=1"], function=notes) == [(True, True)] * 2

@@ -1,7 +1,6 @@
 """Float8 among ranks: bytes gathered, scales, torchao's own bits, whole runs. Layouts: test_layouts."""
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def traffic(config: Config) -> tuple[list[int], list[int], int]:
     return counted.gathered_bytes, counted.gathered_activations, counted.max_reductions
 
 
-def test_fsdp_gathers_half_the_bytes_and_reduces_all_maxima_at_once() -> None:
+def test_fsdp_gathers_half_the_bytes_and_reduces_all_maxima_at_once():
     bf16 = run_ranks(2, traffic, config_for(2, BFLOAT16))
     float8 = run_ranks(2, traffic, config_for(2))
     for (before, _, _), (after, _, _) in zip(bf16, float8, strict=True):
@@ -80,7 +79,7 @@ def test_fsdp_gathers_half_the_bytes_and_reduces_all_maxima_at_once() -> None:
     assert {reductions for *_, reductions in float8} == {2}  # at the start and after the step
 
 
-def test_tp_gathers_half_the_bytes_in_each_block() -> None:
+def test_tp_gathers_half_the_bytes_in_each_block():
     before, after = (run_ranks(2, traffic, config_for(1, how, tp=2))[0][1] for how in (BFLOAT16, {}))
     assert len(before) == len(after)
     halved = [i for i in range(len(before)) if after[i] <= 0.505 * before[i]]
@@ -89,7 +88,7 @@ def test_tp_gathers_half_the_bytes_in_each_block() -> None:
     assert all(after[i] == before[i] for i in range(len(before)) if i not in halved)
 
 
-def test_rows_that_three_ranks_cannot_share_evenly() -> None:
+def test_rows_that_three_ranks_cannot_share_evenly():
     """Gathered in float8, these weights would let the rank that has fewer rows run other collectives than the rest."""
     chosen = run_ranks(3, losses, config_for(3), 2)
     assert chosen == run_ranks(3, losses, config_for(3, {"fsdp_all_gather": "off"}), 2)
@@ -144,7 +143,7 @@ def all_bits_beside_torchao(ranks: int) -> dict[tuple[str, float], list[bool]]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_bits_of_torchaos_own_module(ranks: int) -> None:
+def test_the_bits_of_torchaos_own_module(ranks):
     for found in run_ranks(ranks, all_bits_beside_torchao, ranks):
         assert {case: same for case, same in found.items() if not all(same)} == {}
 
@@ -152,7 +151,7 @@ def test_the_bits_of_torchaos_own_module(ranks: int) -> None:
 FLOAT8 = ("--training.steps=4", "--training.param_dtype=bfloat16", "--float8.enable", "--float8.filter=all")
 
 
-def test_a_run_is_resumed_bit_for_bit(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_is_resumed_bit_for_bit(small, tmp_path):
     """With the scales of the weights that were loaded, computed ahead."""
     words = [*small, *FLOAT8, "--checkpoint.interval=1", "--validation.enable=false"]
     launch(2, tmp_path / "straight", words)

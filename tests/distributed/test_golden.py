@@ -1,7 +1,6 @@
 """Golden runs: this code trains as the code of an earlier commit did, and resumes its run."""
 
 import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -45,13 +44,13 @@ def check(values: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_fresh_run_gives_the_golden_figures(name: str, tmp_path: Path) -> None:
+def test_a_fresh_run_gives_the_golden_figures(name, tmp_path):
     fresh = run_case(CASES[name], tmp_path / "run")
     assert fresh["data"] == STORED["cases"][name]["data"]
     check(fresh, name)
 
 
-def test_the_golden_run_is_resumed(tmp_path: Path) -> None:
+def test_the_golden_run_is_resumed(tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(GOLDEN / "run", folder)
     run_ranks(CASES[RUN].world_size, given, [*CASES[RUN].arguments, f"--run.folder={folder}"], start_group=False)

@@ -41,7 +41,7 @@ def count(dim: int) -> int:
     return 4 * dim * dim + 3 * dim * 3 * dim + 3 * dim + 512 * dim
 
 
-def test_what_the_rule_gives(tmp_path: Path, dataset: Path) -> None:
+def test_what_the_rule_gives(tmp_path, dataset):
     folder, chains, _ = read_ladder(write_ladder(tmp_path, dataset, multiples="[0.1, 0.2]"))
     assert [measure_model(runs[0].config)[0] for runs in chains] == [count(dim) for dim in (24, 16, 12, 8)]
     assert [run.name for run in chains[0]] == ["size=d", "size=d,multiple=0.1", "size=d,multiple=0.2"]
@@ -56,7 +56,7 @@ def test_what_the_rule_gives(tmp_path: Path, dataset: Path) -> None:
     assert (branch.training.steps, branch.lr_scheduler.decay_steps) == (21, 5)
 
 
-def test_a_size_has_settings_of_its_own(tmp_path: Path, dataset: Path) -> None:
+def test_a_size_has_settings_of_its_own(tmp_path, dataset):
     """The steps follow from its batch, and a checkpoint is kept at each fork."""
     file = write_ladder(tmp_path, dataset)
     own = "training.global_batch_size = 2\noptimizer.lr = 0.5\ncheckpoint.interval = 3"
@@ -84,7 +84,7 @@ def test_a_size_has_settings_of_its_own(tmp_path: Path, dataset: Path) -> None:
         ({"sizes": 3}, ">= 4 - at .*sizes"),
     ],
 )
-def test_a_mistake_is_found_before_any_run_starts(tmp_path: Path, dataset: Path, changes: dict, message: str) -> None:
+def test_a_mistake_is_found_before_any_run_starts(tmp_path, dataset, changes, message):
     file = write_ladder(tmp_path, dataset, **changes)
     with pytest.raises(TitaniteError, match=message):
         main([str(file)])
@@ -92,7 +92,7 @@ def test_a_mistake_is_found_before_any_run_starts(tmp_path: Path, dataset: Path,
 
 
 @pytest.mark.parametrize("limit", [1.7, 0.0])
-def test_the_fit_finds_known_constants(limit: float) -> None:
+def test_the_fit_finds_known_constants(limit):
     factors = {2.0: 300.0, 4.0: 250.0}
     points = []
     for flops in (1e12, 1e13, 2e14, 3e15):
@@ -105,13 +105,13 @@ def test_the_fit_finds_known_constants(limit: float) -> None:
         assert fitted_loss(fit, point) == pytest.approx(point["loss"], rel=1e-3)
 
 
-def test_a_fit_has_no_negative_limit() -> None:
+def test_a_fit_has_no_negative_limit():
     """Losses that fall faster and faster are no power of FLOPs; the nearest one has no limit."""
     points = [{"multiple": 1, "flops": 10.0**i, "loss": loss} for i, loss in enumerate((6.0, 5.8, 5.0, 3.0), start=12)]
     assert fit_losses(points)["limit"] == 0
 
 
-def test_a_small_ladder(tmp_path: Path, dataset: Path, forked: None) -> None:  # noqa: F811
+def test_a_small_ladder(tmp_path, dataset, forked):  # noqa: F811
     file = write_ladder(tmp_path, dataset, multiples="[0.1]")
     assert main([str(file), "--at-once=2"]) == 0
     folder = tmp_path / "runs"

@@ -30,7 +30,7 @@ STARTS = {(name, layout.ranks): None for name, table in TABLES.items() for layou
 
 
 @pytest.mark.parametrize(("name", "ranks"), STARTS)
-def test_every_layout_trains_as_a_plain_loop(name: str, ranks: int) -> None:
+def test_every_layout_trains_as_a_plain_loop(name, ranks):
     """One start for all layouts of a table on so many ranks."""
     table = TABLES[name]
     layouts = {key: layout for key, layout in table.layouts.items() if layout.ranks == ranks}
@@ -71,7 +71,7 @@ def train_by_torch() -> Trace:
     return trace
 
 
-def test_the_plain_loop_trains_as_torch_does() -> None:
+def test_the_plain_loop_trains_as_torch_does():
     """Also over a step without a label, which has no loss, and whose gradients of 0 are an update like any other."""
     found = train_plainly(open_small(WORDS, Layout(1), {}), torch.device("cpu"))
     expected = train_by_torch()
@@ -85,9 +85,7 @@ def test_the_plain_loop_trains_as_torch_does() -> None:
         assert (change - expected.changes[name]).norm() <= 1e-3 * expected.changes[name].norm(), name
 
 
-def test_a_refusal_and_a_difference_are_told(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_and_a_difference_are_told(capsys, monkeypatch):
     """tp refuses norms over the whole width. A loss that counts ranks is another in each layout."""
     words = [WORDS[0].removeprefix("--config="), *WORDS[1:], "--layouts", "TP 2", "FSDP 2"]
     assert main([*words, "--model.qk_norm=width"]) == 0
@@ -100,7 +98,7 @@ def test_a_refusal_and_a_difference_are_told(
 
 
 @pytest.fixture
-def palm(monkeypatch: pytest.MonkeyPatch) -> None:
+def palm(monkeypatch):
     """The model of docs/model.md's example, which `model.name = "palm"` trains."""
     page = ROOT / "docs" / "model.md"
     of_model, of_models = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
@@ -113,7 +111,7 @@ def palm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("palm")
-def test_a_model_of_a_fork() -> None:
+def test_a_model_of_a_fork():
     layouts = some("compiled", "CP 2", "PP 2", "TP 2")
     found = verdicts(Table(layouts, ("--model.name=palm",)))
     assert found == {name: Verdict("same") for name in layouts}

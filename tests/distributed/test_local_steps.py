@@ -85,7 +85,7 @@ def train_plainly(arguments: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_islands_equal_a_plain_loop(layout: str, small: tuple[str, ...], tmp_path: Path) -> None:
+def test_islands_equal_a_plain_loop(layout, small, tmp_path):
     """After two meetings, of which the second also has the momentum of the first."""
     world_size, overrides, in_a_row = LAYOUTS[layout]
     words = [*small, f"--training.steps={2 * LOCAL_STEPS}"]
@@ -99,9 +99,7 @@ def test_islands_equal_a_plain_loop(layout: str, small: tuple[str, ...], tmp_pat
         assert error < 1e-4, name
 
 
-def test_islands_are_resumed_with_the_same_bits_and_may_change_in_number(
-    small: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_islands_are_resumed_with_the_same_bits_and_may_change_in_number(small, tmp_path):
     words, whole, cut = [*small, *APART], tmp_path / "whole", tmp_path / "cut"
     launch(2, whole, words)
     launch(2, cut, words, 7)  # between two meetings: the one before counts
@@ -115,7 +113,7 @@ def test_islands_are_resumed_with_the_same_bits_and_may_change_in_number(
     assert len(column(cut, "loss")) == STEPS + 2
 
 
-def test_a_stop_between_two_meetings_saves_one_model(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_stop_between_two_meetings_saves_one_model(small, tmp_path):
     first, second = launch(2, tmp_path, [*small, *APART], function=stop_after_7)
     assert len(first) > 1
     assert first == second, "the islands have met before they save"
@@ -124,7 +122,7 @@ def test_a_stop_between_two_meetings_saves_one_model(small: tuple[str, ...], tmp
     assert len(column(tmp_path, "loss")) == STEPS
 
 
-def test_a_run_that_ends_with_a_meeting_does_not_meet_again(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_that_ends_with_a_meeting_does_not_meet_again(small, tmp_path):
     """It would move the weights by the momentum alone."""
     words = [*small, *APART, f"--training.steps={LOCAL_STEPS}"]
     for at_the_step, at_the_end in launch(2, tmp_path, words, function=note_meetings):

@@ -58,7 +58,7 @@ def train_by_a_clock(arguments: list[str]) -> None:
         train(load_config(arguments))
 
 
-def test_saves_validations_and_samples_are_no_time_of_a_step(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_saves_validations_and_samples_are_no_time_of_a_step(small, tmp_path):
     """Rows follow steps 1, 3, 6, 9 and 12. Steps 8 and 12 are validated, steps 5, 10 and 12 saved."""
     words = ["--metrics.log_interval=3", "--validation.interval=8", "--data.prefetch_steps=0"]
     launch(1, tmp_path, [*small, *words], function=train_by_a_clock)
@@ -94,9 +94,7 @@ def train_in_vain(arguments: list[str], stop_after: int = 0) -> str:
     ],
     ids=["save", "validation", "save after a stop"],
 )
-def test_a_loss_that_is_not_finite_is_found_before_anything_is_due(
-    words: list[str], stop_after: int, small: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_loss_that_is_not_finite_is_found_before_anything_is_due(words, stop_after, small, tmp_path):
     """Where the next log line is far away."""
     words = ["--optimizer.lr=1e30", "--metrics.log_interval=100", *words]
     (said,) = launch(1, tmp_path, [*small, *words], stop_after, function=train_in_vain)
@@ -124,9 +122,7 @@ def train_without_room(arguments: list[str], stop_after: int) -> str:
 
 
 @pytest.mark.parametrize(("stop_after", "last"), [(0, 5), (2, 3)], ids=["between two saves", "after the last"])
-def test_a_save_in_the_background_that_fails_ends_the_run_at_once(
-    stop_after: int, last: int, small: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_save_in_the_background_that_fails_ends_the_run_at_once(stop_after, last, small, tmp_path):
     words = [*small, "--checkpoint.mode=async"]
     assert launch(1, tmp_path / "run", words, stop_after, function=train_without_room) == ["the place is away"]
     assert (how_it_ended(tmp_path / "run")["step"], saved_steps(tmp_path / "run")) == (last, [])
@@ -157,9 +153,7 @@ def train_and_look(arguments: list[str]) -> tuple[list[int], list[str], list[Any
     return collected, left, [may_open_all, torch.initial_seed(), torch.are_deterministic_algorithms_enabled()]
 
 
-def test_a_run_says_what_it_trains_and_closes_what_it_has_opened(
-    small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_says_what_it_trains_and_closes_what_it_has_opened(small, tmp_path, monkeypatch, capfd):
     tracker = f"def log(row): pass\ndef close(): open({str(tmp_path / 'closed')!r}, 'w')\n"
     (tmp_path / "closing_tracker.py").write_text(tracker)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,7 +1,6 @@
 """Muon: its update beside torch's, what it sends, resumes; groups of weights."""
 
 import copy
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +21,7 @@ from tests.runs import column, final_weights, flat, launch, run
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_a_run_in_bfloat16_trains_by_torchs_muon(state_dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_in_bfloat16_trains_by_torchs_muon(state_dtype, monkeypatch):
     """To the bit. A momentum in bfloat16 is rounded after the update has read it."""
     monkeypatch.setattr("muon.BATCH_NUMBERS", 99)  # fewer than a matrix has
     torch.manual_seed(0)
@@ -70,7 +69,7 @@ def numbers_sent() -> tuple[int, int]:
     return sent, [len(call.args[0]) for call in computed.call_args_list]
 
 
-def test_each_matrix_is_computed_once_and_its_parts_travel_once() -> None:
+def test_each_matrix_is_computed_once_and_its_parts_travel_once():
     """Of 8 matrices of 48 numbers each rank owns 2, and computes them together.
 
     To owners: half of each from the other shard, on one of the replicas. Back: half to each of the three others.
@@ -93,7 +92,7 @@ def resume_without_a_step(arguments: list[str]) -> None:
         run(arguments)
 
 
-def test_a_run_is_resumed_in_another_layout(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_is_resumed_in_another_layout(small, tmp_path):
     slower = '--optimizer.groups=[{pattern = "*.w[qk].weight", lr = 0.5}]'
     words = [*small, "--optimizer.name=muon", slower]
     launch(2, tmp_path / "whole", words)
@@ -105,7 +104,7 @@ def test_a_run_is_resumed_in_another_layout(small: tuple[str, ...], tmp_path: Pa
     torch.testing.assert_close(column(tmp_path / "cut", "loss"), column(tmp_path / "whole", "loss"), rtol=1e-5, atol=0)
 
 
-def test_islands_train_with_muon(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_islands_train_with_muon(small, tmp_path):
     """The matrices of an island of two ranks are owned among these."""
     apart = ["--parallelism.dp_replicate=2", "--parallelism.local_steps=3", "--checkpoint.interval=6"]
     launch(4, tmp_path, [*small, "--optimizer.name=muon", "--validation.interval=6", *apart])
@@ -118,7 +117,7 @@ def test_islands_train_with_muon(small: tuple[str, ...], tmp_path: Path) -> None
 GROUPS = '[{pattern = "*norm*", lr = 0.5}, {pattern = "layers.1.*", weight_decay = 0, betas = [0.8]}]'
 
 
-def test_groups_are_chosen_by_the_first_pattern() -> None:
+def test_groups_are_chosen_by_the_first_pattern():
     config = load_config(["--optimizer.name=muon", "--optimizer.lr=0.1", f"--optimizer.groups={GROUPS}"])
     assert from_dict(tomllib.loads(to_toml(config))) == config
     expected = {  # kind, rate, decay, first beta

@@ -41,7 +41,7 @@ def count_calls(collective: str, config: Config, batches: int) -> int:
         (4, "all_reduce", config_for(2, 2)),
     ],
 )
-def test_ranks_sum_gradients_once_a_step(world_size: int, collective: str, config: Config) -> None:
+def test_ranks_sum_gradients_once_a_step(world_size, collective, config):
     one_batch, two_batches = (run_ranks(world_size, count_calls, collective, config, n) for n in (1, 2))
     assert min(one_batch) > 1
     assert max(two_batches) == max(one_batch)
@@ -64,7 +64,7 @@ def replace_norm(config: Config) -> Config:
     return dataclasses.replace(config, training=dataclasses.replace(config.training, max_norm=0.0))
 
 
-def test_norms_of_layers_are_of_whole_gradients() -> None:
+def test_norms_of_layers_are_of_whole_gradients():
     for ranks, config in ((2, config_for(2, 1)), (4, config_for(1, 2, tp=2))):
         for found in run_ranks(ranks, norms_of_layers, config):
             assert len(found) == FLAVOR.n_layers + 3
@@ -100,7 +100,7 @@ def in_roundings(found: Tensor, exact: Tensor) -> float:
     return ((found - exact).norm() / (exact.bfloat16() - exact).norm()).item()
 
 
-def test_the_ring_adds_up_in_float32() -> None:
+def test_the_ring_adds_up_in_float32():
     """Partial results, gradients of queries, and of the keys and values over ranks and over query heads."""
     for errors in run_ranks(4, errors_of_the_ring, True):
         assert errors["out"] < 1.35  # found: 1.25
@@ -133,7 +133,7 @@ def loss_of_split_logits(size: float) -> None:
 
 
 @pytest.mark.parametrize("size", [1.0, 200.0])
-def test_the_loss_of_logits_split_by_vocabulary(size: float) -> None:
+def test_the_loss_of_logits_split_by_vocabulary(size):
     run_ranks(2, loss_of_split_logits, size)
 
 
@@ -155,7 +155,7 @@ def trained_of_rank() -> list[int]:
     return found
 
 
-def test_trained_tokens_are_those_of_the_ranks_that_update_together() -> None:
+def test_trained_tokens_are_those_of_the_ranks_that_update_together():
     of_ranks = run_ranks(8, trained_of_rank)
     assert [list(found) for found in zip(*of_ranks, strict=True)] == list(TRAINED.values())
 
@@ -172,7 +172,7 @@ def gradients_of(rank: int) -> torch.Tensor:
     return torch.randn(4, 1024, generator=torch.Generator().manual_seed(rank)).bfloat16()
 
 
-def test_the_own_reduce_scatter_rounds_a_sum_once() -> None:
+def test_the_own_reduce_scatter_rounds_a_sum_once():
     sums = sum(gradients_of(rank).double() for rank in range(4))
     assert isinstance(sums, torch.Tensor)
     assert torch.equal(torch.stack(run_ranks(4, scattered)), sums.bfloat16())
@@ -198,7 +198,7 @@ def norms_of_layouts(max_norm: float) -> list[tuple[float, float, float]]:
     return found
 
 
-def test_the_gradient_norm_is_right_to_a_millionth_in_every_layout() -> None:
+def test_the_gradient_norm_is_right_to_a_millionth_in_every_layout():
     for found in run_ranks(4, norms_of_layouts, 0.25):
         for norm, exact, clipped in found:
             assert norm == pytest.approx(exact, rel=1e-6)
@@ -230,7 +230,7 @@ def most_logits(loss_chunks: int) -> int:
     return ops.logits
 
 
-def test_only_a_chunk_of_the_logits_exists_at_a_time() -> None:
+def test_only_a_chunk_of_the_logits_exists_at_a_time():
     assert run_ranks(1, most_logits, 1) == [SEQUENCES * SEQ_LEN]
     assert run_ranks(1, most_logits, 4) == [SEQUENCES * SEQ_LEN // 4]
 
@@ -249,7 +249,7 @@ def run_counted(mode: str) -> tuple[float, int, list[int], int]:
     return loss, sum(kept.values()), ops.widths, attention
 
 
-def test_activation_checkpointing_keeps_less_recomputes_what_it_says_and_changes_nothing() -> None:
+def test_activation_checkpointing_keeps_less_recomputes_what_it_says_and_changes_nothing():
     (none,), (selective,), (full,) = (run_ranks(1, run_counted, mode) for mode in ("none", "selective", "full"))
     assert none[0] == selective[0] == full[0]
     assert full[1] < 0.5 * none[1]

@@ -17,13 +17,13 @@ ROOT = Path(__file__).parents[2]
 SOUND = Report("a", "", {"torch": "2.13.0", "numpy": "2.0"}, 0.010, {1: 8.0})
 
 
-def test_a_sound_cluster_has_no_faults() -> None:
+def test_a_sound_cluster_has_no_faults():
     assert find_faults([SOUND, SOUND._replace(gemm_seconds=0.013), SOUND], 0) == []
     assert find_faults([SOUND] * 3, expect_gbits=10) == []
     assert len(find_faults([SOUND] * 3, expect_gbits=100)) == 3
 
 
-def test_of_two_nodes_the_slower_link_is_a_fault() -> None:
+def test_of_two_nodes_the_slower_link_is_a_fault():
     (fault,) = find_faults([SOUND, SOUND._replace(host="b", gbits={0: 0.08})], 0)
     assert fault.startswith("fault: rank 1 (b): ")
 
@@ -37,7 +37,7 @@ def test_of_two_nodes_the_slower_link_is_a_fault() -> None:
         ({"gbits": {1: 0.8}}, "0.80 Gbit/s from rank 1 (a), wanted 8.00"),
     ],
 )
-def test_the_bad_rank_is_named(change: dict[str, object], said: str) -> None:
+def test_the_bad_rank_is_named(change, said):
     (fault,) = find_faults([SOUND, SOUND, SOUND._replace(host="b", **change)], 0)  # type: ignore[arg-type]
     assert fault.startswith("fault: rank 2 (b): ")
     assert said in fault
@@ -56,14 +56,14 @@ def transfers_by_a_clock(seconds: list[float]) -> dict[int, float]:
     return time_transfers(torch.device("cpu"))
 
 
-def test_a_rank_that_comes_late_to_a_transfer_has_no_slow_link() -> None:
+def test_a_rank_that_comes_late_to_a_transfer_has_no_slow_link():
     """Nor does one count that has to connect first."""
     rates = run_ranks(2, transfers_by_a_clock, [9.0, 0.5, 0.25, 2.0, 0.5, 0.5])
     expected = 8e-9 * preflight.TRANSFER_BYTES / 0.25
     assert rates == [{1: pytest.approx(expected)}, {0: pytest.approx(expected)}]
 
 
-def test_storage_that_cannot_be_written_is_a_finding(tmp_path: Path) -> None:
+def test_storage_that_cannot_be_written_is_a_finding(tmp_path):
     (tmp_path / "file").touch()
     found = try_storage(f"{tmp_path}/file")
     assert found.startswith(f"{tmp_path}/file")
@@ -72,7 +72,7 @@ def test_storage_that_cannot_be_written_is_a_finding(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_under_torchrun(tmp_path: Path) -> None:
+def test_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     asked = ["-m", "tools.preflight", f"--storage={tmp_path}", "--expect-gbits=100000"]
     result = subprocess.run([*command, *asked], cwd=ROOT, capture_output=True, text=True)

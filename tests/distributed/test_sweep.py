@@ -59,7 +59,7 @@ def write_study(folder: Path, dataset: Path, text: str, steps: int = 4) -> Path:
     return file
 
 
-def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
+def test_the_runs_of_a_sweep(tmp_path, dataset):
     text = """training.seq_len = 64
     [grid]
     run.seed = [3, 4]
@@ -109,7 +109,7 @@ def test_the_runs_of_a_sweep(tmp_path: Path, dataset: Path) -> None:
         ("optimizer.lr = 1.0", "varies nothing"),
     ],
 )
-def test_a_mistake_is_found_before_any_run_starts(tmp_path: Path, dataset: Path, text: str, message: str) -> None:
+def test_a_mistake_is_found_before_any_run_starts(tmp_path, dataset, text, message):
     file = write_study(tmp_path, dataset, text)
     with pytest.raises(TitaniteError, match=message):
         main([str(file)])
@@ -146,13 +146,11 @@ class Forked:
 
 
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(monkeypatch):
     monkeypatch.setattr("tools.study.start", Forked)
 
 
-def test_a_failure_stops_no_other_run_and_is_tried_again(
-    tmp_path: Path, dataset: Path, forked: None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_stops_no_other_run_and_is_tried_again(tmp_path, dataset, forked, capsys):
     file = write_study(tmp_path, dataset, "[grid]\noptimizer.lr = [1e30, 0.01, 0.001]")
     assert main([str(file), "--dry-run"]) == 0
     assert not (tmp_path / "runs").exists()
@@ -208,9 +206,7 @@ def stop_parent(step: int) -> None:
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_a_stopped_sweep_goes_on_where_it_was(
-    tmp_path: Path, dataset: Path, forked: None, monkeypatch: pytest.MonkeyPatch, is_killed: bool
-) -> None:
+def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, dataset, forked, monkeypatch, is_killed):
     """By Ctrl-C, or killed while a run trains by run_llama_train.sh."""
     file = write_study(tmp_path, dataset, "[grid]\nrun.seed = [0]", steps=150)
     folder = tmp_path / "runs" / "seed=0"
@@ -248,7 +244,7 @@ def finished_run(folder: Path, losses: list[float], lr: float, seed: int) -> Run
     return Run(values, config)
 
 
-def test_the_tables_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_of_a_sweep(tmp_path, capsys):
     runs = [
         finished_run(tmp_path, [4.0, 3.0], lr=0.1, seed=0),
         finished_run(tmp_path, [5.0, 4.0], lr=0.1, seed=1),
@@ -269,12 +265,12 @@ def test_the_tables_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert [line["loss"] for line in csv.DictReader(file)] == ["3.0", "4.0", "2.5", "9.0", "", ""]
 
 
-def test_settings_of_one_last_part_are_named_whole() -> None:
+def test_settings_of_one_last_part_are_named_whole():
     values = {"validation.interval": 5, "checkpoint.interval": 5, "run.seed": 0}
     assert name_values(values) == "validation.interval=5,checkpoint.interval=5,seed=0"
 
 
-def test_runs_at_once_share_devices_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_at_once_share_devices_and_threads(monkeypatch):
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: range(16))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -286,7 +282,7 @@ def test_runs_at_once_share_devices_and_threads(monkeypatch: pytest.MonkeyPatch)
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["4", "5", "6", "7"] * 2
 
 
-def test_what_begins_from_a_run_that_failed_is_not_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_begins_from_a_run_that_failed_is_not_started(tmp_path, monkeypatch):
     """A trunk without its end, and one that finishes: the branch of the second alone starts."""
     started = []
 

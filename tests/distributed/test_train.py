@@ -58,9 +58,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
     ],
     ids=["copies", "FSDP 2"],
 )
-def test_a_resumed_run_has_the_same_bits(
-    world_size: int, words: list[str], stop_after: int, small: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_same_bits(world_size, words, stop_after, small, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     launch(world_size, whole, [*small, *words])
     launch(world_size, cut, [*small, *words], stop_after)
@@ -87,7 +85,7 @@ def run_smoothed(arguments: list[str]) -> None:
         run(arguments)
 
 
-def test_a_term_of_a_fork_is_trained_and_logged_but_not_validated(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_term_of_a_fork_is_trained_and_logged_but_not_validated(small, tmp_path):
     words = [*small, "--training.loss_chunks=4", "--training.steps=2", "--validation.interval=1"]
     launch(1, tmp_path / "plain", words)
     launch(1, tmp_path / "smoothed", words, function=run_smoothed)
@@ -107,9 +105,7 @@ def refusal(arguments: list[str], own: list[str]) -> str:
     return str(refused.value)
 
 
-def test_ranks_that_would_read_different_data_do_not_start(
-    small: tuple[str, ...], dataset: Path, tmp_path: Path
-) -> None:
+def test_ranks_that_would_read_different_data_do_not_start(small, dataset, tmp_path):
     """As where each node has a copy of its own, and one was prepared in another way."""
     other = tmp_path / "set"
     command = [f"--source={dataset.parent / 'text'}", f"--output={other}", f"--tokenizer={dataset}"]
@@ -127,9 +123,7 @@ def test_ranks_that_would_read_different_data_do_not_start(
         assert not (tmp_path / "run").exists()
 
 
-def test_steps_may_change_on_resume_also_of_a_run_of_a_version_with_other_settings(
-    small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_may_change_on_resume_also_of_a_run_of_a_version_with_other_settings(small, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     with monkeypatch.context() as other_version:
         other_version.setattr("config.to_toml", lambda config: to_toml(config) + "[branch]\nidea = 3\n")
@@ -142,9 +136,7 @@ def test_steps_may_change_on_resume_also_of_a_run_of_a_version_with_other_settin
     assert read(folder, "starts.jsonl")[-1]["changed"] == {"training.steps": [4, 6]}
 
 
-def test_a_model_that_was_added_is_trained_and_used(
-    small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_was_added_is_trained_and_used(small, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     monkeypatch.setattr("models.MODELS", {**MODELS, "toy": dataclasses.replace(MODELS["llama"], hf="")})
     launch(1, folder, [*small, "--model.name=toy", "--training.steps=3"])
@@ -161,7 +153,7 @@ def test_a_model_that_was_added_is_trained_and_used(
 
 
 @pytest.fixture(scope="module")
-def source(dataset: Path) -> list[str]:
+def source(dataset):
     """The words by which the text of `dataset` is prepared."""
     return [f"--source={dataset.parent / 'text'}", "--validation-fraction=0.1"]
 
@@ -170,9 +162,7 @@ def files_in(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_damaged_dataset_ends_a_run_in_one_line(
-    source: list[str], dataset: Path, small: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_damaged_dataset_ends_a_run_in_one_line(source, dataset, small, tmp_path):
     prepare([*source, f"--output={tmp_path / 'damaged'}", f"--tokenizer={dataset}"])
     (shard,) = (tmp_path / "damaged").glob("train*.arrow")
     content = shard.read_bytes()
@@ -183,9 +173,7 @@ def test_a_damaged_dataset_ends_a_run_in_one_line(
     assert "train-00000.arrow" in said
 
 
-def test_a_restart_that_does_not_fit_its_jobs_run_writes_nothing_there(
-    source: list[str], small: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_restart_that_does_not_fit_its_jobs_run_writes_nothing_there(source, small, tmp_path, monkeypatch):
     """Its folder is known only once ranks have met: it is named by no setting."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     words, outputs = [*small, "--training.steps=4", f"--run.outputs={tmp_path / 'outputs'}"], tmp_path / "outputs"
@@ -232,7 +220,7 @@ def count_tensors(arguments: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize("options", [[], ["--compile.enable", "--compile.backend=aot_eager"]])
-def test_no_step_leaves_tensors_behind(options: list[str], small: tuple[str, ...], tmp_path: Path) -> None:
+def test_no_step_leaves_tensors_behind(options, small, tmp_path):
     """The collector runs once in many steps: what waits for it in a cycle would fill the memory until then."""
     words = [*small, "--validation.enable=false", "--checkpoint.enable=false", *options]
     for counts in launch(2, tmp_path, words, function=count_tensors):
@@ -244,7 +232,7 @@ def test_no_step_leaves_tensors_behind(options: list[str], small: tuple[str, ...
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(small: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+def uninterrupted(small, tmp_path_factory):
     """Losses of two processes that nobody stopped."""
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     launch(2, folder, [*small, "--validation.enable=false", "--checkpoint.interval=1000"])
@@ -274,9 +262,7 @@ def start_to_step_6(command: list[str], tmp_path: Path) -> tuple[subprocess.Pope
     return process, lines
 
 
-def test_killed_and_stopped_under_torchrun_and_resumed_with_the_same_bits(
-    uninterrupted: list[float], small: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_killed_and_stopped_under_torchrun_and_resumed_with_the_same_bits(uninterrupted, small, tmp_path, capfd):
     """SIGKILL after the first checkpoint, then SIGTERM; the third start is sampled."""
     folder = tmp_path / "run"
     words = [*small, f"--run.folder={folder}", "--validation.enable=false", "--metrics.tensorboard=true"]
@@ -321,9 +307,7 @@ def ask_during_validation(arguments: list[str], asked: bool) -> int:
     return taken
 
 
-def test_asked_to_stop_during_a_validation_it_saves_without_awaiting_its_end(
-    uninterrupted: list[float], small: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_asked_to_stop_during_a_validation_it_saves_without_awaiting_its_end(uninterrupted, small, tmp_path, capfd):
     words = [*small, "--checkpoint.interval=1000", "--validation.interval=5", "--validation.max_samples=0"]
     first = launch(2, tmp_path, words, True, function=ask_during_validation)
     assert first == [3, 3], "a vote cast at the second batch is read at the third, which is left"
@@ -342,7 +326,7 @@ def run_without_held_out_data(arguments: list[str]) -> None:
         train(load_config(arguments))
 
 
-def test_a_validation_that_fails_costs_no_checkpoint(small: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_validation_that_fails_costs_no_checkpoint(small, tmp_path):
     """Nor that of the last step, after which all is due."""
     words = [*small, "--validation.interval=100", "--checkpoint.interval=100", "--training.steps=2"]
     launch(1, tmp_path, words, function=run_without_held_out_data)

@@ -25,7 +25,7 @@ def call(folder: Path, *command: str, **more: str) -> subprocess.CompletedProces
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     """The repository, but for what its commands write."""
     for entry in ROOT.iterdir():
         if entry.name not in ("outputs", "datasets") and not entry.name.startswith("."):

@@ -28,9 +28,7 @@ def run_elsewhere(arguments: list[str]) -> None:
         run(arguments)
 
 
-def test_a_start_on_another_machine_takes_over_and_the_first_ends_in_one_line(
-    small: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_a_start_on_another_machine_takes_over_and_the_first_ends_in_one_line(small, tmp_path):
     """It saves nothing more. What the folder holds afterwards is the second start's: exit, checkpoints, ledger."""
     folder, words = tmp_path / "run", [*small, *SETTINGS, "--training.steps=9"]
     launch(1, tmp_path / "undisturbed", words)

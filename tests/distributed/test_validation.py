@@ -93,7 +93,7 @@ def drop_some(self: FeedForward, x: torch.Tensor) -> torch.Tensor:
     return self.w2(F.dropout(F.silu(self.w1(x)) * self.w3(x), 0.5, self.training))
 
 
-def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path, capsys):
     """Of a model with dropout, which a run then leaves out as well. Sets of one name have their paths for names."""
     numbers = random.Random(0)
     main_set = held_out_set(tmp_path / "main", numbers, 3)
@@ -127,7 +127,7 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path: Path, capsys:
     assert not capsys.readouterr().out
 
 
-def test_a_long_set_is_summed_in_float64_over_its_labels() -> None:
+def test_a_long_set_is_summed_in_float64_over_its_labels():
     """By a model that deems four tokens alike. The set is so long that a sum in float32 loses digits."""
     labels = torch.arange(4).repeat(1, 1023).roll(-1, 1)[:, :4091]
     labels[:, ::7] = IGNORED
@@ -141,9 +141,7 @@ def test_a_long_set_is_summed_in_float64_over_its_labels() -> None:
     assert figures_of(torch.zeros(3)) == {}, "without a trained token"
 
 
-def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(tmp_path, capsys, monkeypatch):
     """It has no config."""
     folder = held_out_set(tmp_path / "set", random.Random(2), 9)
     trained = untrained("tiny", folder)
@@ -181,9 +179,7 @@ def bits_per_byte(folder: Path, pairs: list[tuple[str, str]]) -> float:
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
-def test_answers_are_measured_as_transformers_and_the_harness_would(
-    split: list[str], small: tuple[str, ...], dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_are_measured_as_transformers_and_the_harness_would(split, small, dataset, tmp_path, capsys):
     file, other, run, exported = (tmp_path / name for name in ("mine.jsonl", "asked.jsonl", "run", "hf"))
     pairs = [*PAIRS, ("", "ba na"), ("ka " * 30 + "ka", " mo")]  # the last fills a sequence
     for name, these in ((file, pairs), (other, PAIRS)):
@@ -211,9 +207,7 @@ AVERAGED = {
 
 
 @pytest.mark.parametrize("split", AVERAGED)
-def test_the_mean_of_checkpoints_is_measured_and_changes_no_bit_of_the_training(
-    split: str, small: tuple[str, ...], dataset: Path, tmp_path: Path
-) -> None:
+def test_the_mean_of_checkpoints_is_measured_and_changes_no_bit_of_the_training(split, small, dataset, tmp_path):
     words = [*small, *AVERAGED[split], "--training.steps=4", "--checkpoint.interval=2", "--validation.interval=1"]
     plain, run, out = (tmp_path / name for name in ("plain", "run", "mean"))
     launch(2, plain, words)
@@ -231,9 +225,7 @@ def test_the_mean_of_checkpoints_is_measured_and_changes_no_bit_of_the_training(
     assert found[4] == pytest.approx(nats / tokens, rel=1e-5)
 
 
-def test_a_damaged_checkpoint_ends_no_run_that_measures_means(
-    small: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_ends_no_run_that_measures_means(small, tmp_path, capfd):
     words = [*small, "--checkpoint.interval=1", "--validation.interval=1", "--validation.average=3"]
     launch(1, tmp_path, [*words, "--training.steps=3"])
     for file in tmp_path.glob("checkpoints/step-00000002-*/*.distcp"):
@@ -244,9 +236,7 @@ def test_a_damaged_checkpoint_ends_no_run_that_measures_means(
     assert ["validation_loss/average" in row for row in rows] == [True, True, True, False, True]
 
 
-def test_an_average_has_the_weighted_mean_of_its_checkpoints(
-    small: tuple[str, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_average_has_the_weighted_mean_of_its_checkpoints(small, tmp_path, caplog):
     """And a run begins from it."""
     run, out = tmp_path / "run", tmp_path / "mean"
     words = [*small, "--training.steps=3", "--checkpoint.interval=1"]
@@ -281,9 +271,7 @@ def test_an_average_has_the_weighted_mean_of_its_checkpoints(
         ([json.dumps({"prompt": "ka " * 40, "answer": "b"})], "line 1: has 41 tokens, more than training.seq_len = 32"),
     ],
 )
-def test_answers_that_cannot_be_measured_are_refused(
-    lines: list[str] | None, said: str, small: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_answers_that_cannot_be_measured_are_refused(lines, said, small, tmp_path):
     file = tmp_path / "mine.jsonl"
     if lines is not None:
         file.write_text("\n".join(lines))
@@ -292,7 +280,7 @@ def test_answers_that_cannot_be_measured_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_token_of_prompt_and_answer_is_the_answers() -> None:
+def test_a_token_of_prompt_and_answer_is_the_answers():
     raw = RawTokenizer(models.BPE({"<e>": 0, "a": 1, "b": 2, "c": 3, "bc": 4}, [("b", "c")]))
     tokenizer = Tokenizer(raw, "<e>")
     first = START | HIDDEN
@@ -300,7 +288,7 @@ def test_a_token_of_prompt_and_answer_is_the_answers() -> None:
     assert encode_answer(tokenizer, "b", "c").tolist() == [0 | first, 4], "a document follows the end of another"
 
 
-def test_packed_examples_are_measured_whole_and_apart(tuning: Path) -> None:  # noqa: F811
+def test_packed_examples_are_measured_whole_and_apart(tuning):  # noqa: F811
     url = str(tuning / "set")
     config = Config(data=Data(datasets=(url,)), training=Training(seq_len=20, local_batch_size=3))  # of a pre-training
     trained = untrained("debug", tuning / "set")

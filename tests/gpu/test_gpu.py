@@ -48,7 +48,7 @@ LARGE += ["--activation_checkpoint.mode=budget", "--training.loss_chunks=2"]
 @pytest.mark.parametrize(
     "options", [[], COMPILE, COMPILE + FLOAT8, COMPILE + LARGE, COMPILE + LARGE + FLOAT8], ids=" ".join
 )
-def test_no_step_waits_for_the_device(options: list[str], tmp_path: Path) -> None:
+def test_no_step_waits_for_the_device(options, tmp_path):
     # Not forked: this process has asked for CUDA, which a fork could then no longer use.
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(run, tmp_path, *options).result() == []
@@ -75,7 +75,7 @@ def check(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_attention_is_that_in_float32(head_dim: int, dtype: torch.dtype) -> None:
+def test_attention_is_that_in_float32(head_dim, dtype):
     """With its gradients, and heads that share keys; without documents, and within them."""
     torch.compiler.reset()  # for shapes that change it would compile other kernels than a run has
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def test_attention_is_that_in_float32(head_dim: int, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("tokens", [1, 37])
-def test_attention_to_a_cache_is_that_in_float32(tokens: int) -> None:
+def test_attention_to_a_cache_is_that_in_float32(tokens):
     """As `generate` computes it: a boolean mask, rows at positions of their own."""
     torch.manual_seed(0)
     q, k, v = heads(8, tokens, 64), *(heads(2, 256, 64).contiguous() for _ in range(2))
@@ -98,5 +98,5 @@ def test_attention_to_a_cache_is_that_in_float32(tokens: int) -> None:
     check([attention(q, k, v, mask.cuda())], [attention(q.cpu().float(), k.cpu().float(), v.cpu().float(), mask)])
 
 
-def test_an_async_save_copies_what_was_there_before_the_next_step() -> None:
+def test_an_async_save_copies_what_was_there_before_the_next_step():
     check_copies("cuda")

@@ -48,7 +48,7 @@ def lines_agree(found: Tensor, expected: Tensor) -> bool:
 
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_casts(recipe: str, source: str) -> None:
+def test_casts(recipe, source):
     for gradient in (False, True):
         expected = layouts(recipe, source, gradient, "cpu")
         assert len(expected) == (5 if source == "gate_grad" else 2)
@@ -61,18 +61,18 @@ def test_casts(recipe: str, source: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["own tensorwise", "own rowwise"])
-def test_a_layers_three_matmuls(recipe: str) -> None:
+def test_a_layers_three_matmuls(recipe):
     check(recipe, DEVICE)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_block(recipe: str) -> None:
+def test_a_block(recipe):
     check_block(recipe, DEVICE, gradients(build(dtype=torch.float64)))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="18 GB; tests/unit/test_float8_kernels.py has the last tile of such a tensor")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_more_values_than_an_int32_counts(recipe: str) -> None:
+def test_more_values_than_an_int32_counts(recipe):
     """The last rows of 2^31 + 2^25 values. Plain torch gets them below a row of the maxima of all columns."""
     M, N, tail = 2**17, 2**14 + 2**8, 256
     x = torch.randn(M, N, device="cuda", dtype=torch.bfloat16)

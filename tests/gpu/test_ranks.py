@@ -76,7 +76,7 @@ def here(layout: Layout) -> Layout:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4], ids=lambda ranks: f"{ranks}ranks")
 @pytest.mark.parametrize("name", TABLES)
-def test_every_layout_trains_as_a_plain_loop(name: str, ranks: int) -> None:
+def test_every_layout_trains_as_a_plain_loop(name, ranks):
     table: Any = TABLES[name]
     layouts = {key: here(layout) for key, layout in table.layouts.items() if layout.ranks == ranks}
     words = [f"--config={CONFIG}", "--data.datasets=[]", "--optimizer.lr=3e-3", *table.words]

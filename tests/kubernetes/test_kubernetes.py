@@ -8,7 +8,6 @@ import os
 import subprocess
 import time
 from base64 import b64encode
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ def call(*words: str | Path) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def image() -> None:
+def image():
     os.environ["CONTAINERS_CONF"] = str(STORE / "containers.conf")
     built = subprocess.run([HERE / "image.sh", STORE], stdout=subprocess.PIPE, text=True)
     if built.returncode == 77:
@@ -46,7 +45,7 @@ def image() -> None:
 
 
 @pytest.fixture
-def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+def secret(tmp_path, monkeypatch):
     """Two nodes, and an S3 server with data; the credentials that the secret holds."""
     nodes = [HERE / "nodes.sh", tmp_path / "hosts"]
     monkeypatch.setenv("S3_TEST_SERVER", "moto")
@@ -96,14 +95,14 @@ def start_pods(kind: str, runs: list[Path], secret: dict[str, str], step: int) -
     return pods
 
 
-def test_the_image_starts_and_holds_no_more_than_it_needs() -> None:
+def test_the_image_starts_and_holds_no_more_than_it_needs():
     assert "--training.steps=" in call(*PODMAN, "run", "--rm", IMAGE, "--standalone", "train.py", "--help")
     found = {*call(*PODMAN, "run", "--rm", "--entrypoint=ls", IMAGE, "-A").split()}
     assert {"train.py", "launch", "train_configs", ".venv"} <= found
     assert not {"tests", "benchmarks", "docs", ".git"} & found
 
 
-def test_an_appwrapper_goes_on_after_every_loss_of_a_pod(secret: dict[str, str], tmp_path: Path) -> None:
+def test_an_appwrapper_goes_on_after_every_loss_of_a_pod(secret, tmp_path):
     """Its controller ends all pods when one fails, and starts all again, unless with the terminal code, 100."""
     runs = tmp_path / "runs"
     ways = ((1, KILL, 0, 137), (1, KILL, 15, 137), (1, EVICT, 35, 75), (0, KILL, 60, 137), (0, EVICT, 80, 75))
@@ -119,7 +118,7 @@ def test_an_appwrapper_goes_on_after_every_loss_of_a_pod(secret: dict[str, str],
     assert prove(runs / JOB)[0].startswith("120 steps")
 
 
-def test_a_trainjob_goes_on_with_a_pod_that_is_started_again(secret: dict[str, str], tmp_path: Path) -> None:
+def test_a_trainjob_goes_on_with_a_pod_that_is_started_again(secret, tmp_path):
     """Each with its own disk."""
     runs = [tmp_path / "0", tmp_path / "1"]
     pods = start_pods("TrainJob", runs, secret, 20)
@@ -131,7 +130,7 @@ def test_a_trainjob_goes_on_with_a_pod_that_is_started_again(secret: dict[str, s
     assert "resumed from" in (tmp_path / "llama3-8b-node-0-0.log").read_text()
 
 
-def test_podman_plays_the_pod_of_one_node(secret: dict[str, str], tmp_path: Path) -> None:
+def test_podman_plays_the_pod_of_one_node(secret, tmp_path):
     """Podman 4.3 wants the secret's data as JSON. What is wrong is terminal."""
     manifest = load("kubernetes/pod.yaml")
     container = manifest["spec"]["containers"][0]

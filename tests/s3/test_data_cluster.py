@@ -5,7 +5,6 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
@@ -43,7 +42,7 @@ main(sys.argv[2:])
 
 
 @pytest.fixture(scope="module")
-def clusters(s3_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Cluster]]:
+def clusters(s3_endpoint, tmp_path_factory):
     """One with three workers, and one without."""
     with ExitStack() as kept:
         both = [
@@ -55,7 +54,7 @@ def clusters(s3_endpoint: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def options(tmp_path_factory):
     """A source of many units, one bad record among it, and what makes several shards of it."""
     folder = tmp_path_factory.mktemp("in")
     rng = random.Random(0)
@@ -68,7 +67,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def expected(options, tmp_path_factory):
     """What one process makes of it."""
     folder = tmp_path_factory.mktemp("one")
     with pytest.MonkeyPatch.context() as patch:
@@ -78,7 +77,7 @@ def expected(options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(params=["folder", "s3"])
-def output(request: pytest.FixtureRequest, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def output(request, bucket, tmp_path, monkeypatch):
     monkeypatch.setattr(readers, "UNIT_BYTES", 4000)
     return f"{bucket}/sets/out" if request.param == "s3" else f"{tmp_path}/out"
 

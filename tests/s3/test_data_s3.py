@@ -4,7 +4,6 @@ import os
 import threading
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import fsspec
 import pytest
@@ -23,12 +22,12 @@ DOCUMENTS = [[[*range(20 * i + 1, 20 * i + 20), 0] for i in range(first, first +
 
 
 @pytest.fixture
-def local(tmp_path) -> Path:
+def local(tmp_path):
     return write_dataset(tmp_path / "dataset", DOCUMENTS, validation=[[5, 6, 7, 0]] * 5)
 
 
 @pytest.fixture
-def remote(local, bucket) -> str:
+def remote(local, bucket):
     system, _ = fsspec.core.url_to_fs(bucket, skip_instance_cache=True)
     for file in local.iterdir():
         system.pipe_file(f"{bucket}/data/set/{file.name}", file.read_bytes())

@@ -5,7 +5,6 @@ import os
 import pickle
 import ssl
 import subprocess
-from collections.abc import Callable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -34,7 +33,7 @@ def small_parts_and_pauses(monkeypatch):
 
 
 @pytest.fixture
-def endpoint(monkeypatch) -> Callable[[str], S3Store]:
+def endpoint(monkeypatch):
     """A function that makes a store at a made-up server."""
 
     def use(url: str, retry_seconds: float = 1) -> S3Store:

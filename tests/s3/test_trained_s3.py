@@ -1,7 +1,6 @@
 """Text and scores from a checkpoint on a real S3 server."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +19,7 @@ from tools.hf import main as checkpoint_hf
 from validate import main as validate
 
 
-def test_a_checkpoint_on_s3_generates_and_is_measured(
-    bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_on_s3_generates_and_is_measured(bucket, tmp_path, capsys):
     model = LlamaForCausalLM(LlamaConfig(**(SMALL | FAMILIES["llama3"] | {"vocab_size": 320})))
     model.save_pretrained(tmp_path / "hf")
     train_tokenizer(["some text to learn from"] * 9, 300).save(tmp_path / "hf")
@@ -45,10 +42,10 @@ def test_a_checkpoint_on_s3_generates_and_is_measured(
 
 
 def test_checkpoints_on_s3_are_followed(
-    bucket: str,
-    tmp_path: Path,
-    settings: list[str],  # noqa: F811
-) -> None:
+    bucket,
+    tmp_path,
+    settings,  # noqa: F811
+):
     """Of four checkpoints two are left."""
     run = tmp_path / "run"
     launch(1, run, [*settings, f"--checkpoint.folder={bucket}/run", "--checkpoint.keep=2"])

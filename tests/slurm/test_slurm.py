@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,7 +70,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
     documents = [[[1 + (i * j) % 90 for j in range(40)] + [0] for i in range(300)]]
     dataset = write_dataset(folder / "set", documents, vocab_size=100)
@@ -83,7 +83,7 @@ def steps(run: Path) -> list[int]:
 
 
 @pytest.mark.long
-def test_a_mistake_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_mistake_ends_the_job(cluster, tmp_path):
     cluster.submit(tmp_path / "run", "--training.stepz=150", PREFLIGHT="--help")
     cluster.wait(lambda: cluster.field("JobState") == "FAILED", "the end", dead=set())
     assert cluster.field("Restarts") == "0"
@@ -92,7 +92,7 @@ def test_a_mistake_ends_the_job(cluster: Cluster, tmp_path: Path) -> None:
     assert "usage: python -m tools.preflight" in said, "which checks the nodes before"
 
 
-def test_a_preempted_job_is_requeued_and_resumes(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_preempted_job_is_requeued_and_resumes(cluster, tmp_path):
     run = tmp_path / "run"
     cluster.submit(run, "--training.steps=150")
     cluster.wait(lambda: max(steps(run), default=0) >= 5, "five steps")
@@ -115,7 +115,7 @@ def test_a_preempted_job_is_requeued_and_resumes(cluster: Cluster, tmp_path: Pat
 
 
 @pytest.mark.long
-def test_a_hang_is_requeued_where_torchrun_may_not_start_the_job_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_hang_is_requeued_where_torchrun_may_not_start_the_job_again(cluster, tmp_path):
     run = tmp_path / "run"
     cluster.submit(run, "--training.steps=100000", "--comm.train_timeout_seconds=5", MAX_RESTARTS="0")
     cluster.wait(lambda: max(steps(run), default=0) >= 5, "five steps")
@@ -129,9 +129,7 @@ def test_a_hang_is_requeued_where_torchrun_may_not_start_the_job_again(cluster: 
 
 
 @pytest.mark.long
-def test_a_study_is_an_array_of_jobs(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_study_is_an_array_of_jobs(cluster, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     settings = [setting.removeprefix("--") for setting in SETTINGS if "param_dtype" not in setting]
     (tmp_path / "base.toml").write_text(

@@ -32,7 +32,7 @@ from tests.distributed.checkpoint_runs import IDENTITY, Run, Tower, flip_bit, lo
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def trained(tmp_path_factory):
     """A run that has saved step 1 and 2; its folder is only read."""
     run = Run(tmp_path_factory.mktemp("trained"), interval=1, keep=0)
     run.train(0, 2)
@@ -40,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.fixture
-def run(tmp_path: Path, trained: Run) -> Run:
+def run(tmp_path, trained):
     """That run, with a copy of its checkpoints in `tmp_path`."""
     shutil.copytree(trained.checkpoint.store.url, tmp_path, dirs_exist_ok=True)
     return trained

@@ -5,7 +5,6 @@ import os
 import shutil
 import socket
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ class Case:
 
 
 @pytest.fixture
-def case(tmp_path: Path) -> Case:
+def case(tmp_path):
     return Case(tmp_path)
 
 
@@ -71,7 +70,7 @@ def of_a_run_that_has_moved(case: Case) -> Path:
 
 
 @pytest.mark.parametrize("copy", [of_a_run_under_way, before_any_checkpoint, of_a_run_that_has_moved])
-def test_a_copy_does_not_go_on_with_the_runs_checkpoints(case: Case, copy: Callable[[Case], Path]) -> None:
+def test_a_copy_does_not_go_on_with_the_runs_checkpoints(case, copy):
     """It is told how to begin a branch. Commands that only read take what the run has."""
     folder = copy(case)
     before = content(case.saved)
@@ -114,14 +113,14 @@ def restored(case: Case) -> Path:
 
 
 @pytest.mark.parametrize("make", [moved, moved_there_and_back, made_again, restored])
-def test_what_only_looks_like_a_copy_goes_on(case: Case, make: Callable[[Case], Path]) -> None:
+def test_what_only_looks_like_a_copy_goes_on(case, make):
     folder = make(case)
     assert case.train(folder, 3).checkpoint.newest_step == 3
     assert steps_in(case.saved) == [3, 2]
     case.begin(folder)
 
 
-def test_another_runs_place_is_refused(case: Case) -> None:
+def test_another_runs_place_is_refused(case):
     """Be what is there older than its own. A damaged manifest, which no resume can take, says nothing."""
     case.train(case.folder, 2)
     other = case.root / "other"
@@ -142,7 +141,7 @@ def test_another_runs_place_is_refused(case: Case) -> None:
 # ---------------------------------------------------------------- two starts at a time
 
 
-def test_the_later_of_two_starts_goes_on_and_the_other_ends(case: Case) -> None:
+def test_the_later_of_two_starts_goes_on_and_the_other_ends(case):
     """Here of two runs, in a place where nothing was saved yet. The next start of the one that ended is refused."""
     first = case.begin(case.root / "other")
     second = case.begin(case.folder)
@@ -162,7 +161,7 @@ def test_the_later_of_two_starts_goes_on_and_the_other_ends(case: Case) -> None:
         case.begin(case.root / "other")
 
 
-def test_a_run_that_another_one_overtakes_before_its_load_does_not_take_its_checkpoints(case: Case) -> None:
+def test_a_run_that_another_one_overtakes_before_its_load_does_not_take_its_checkpoints(case):
     second = case.begin(case.root / "other")
     case.train(case.folder, 1)
     with pytest.raises(ConfigError, match="another run"):
@@ -170,9 +169,7 @@ def test_a_run_that_another_one_overtakes_before_its_load_does_not_take_its_chec
 
 
 @pytest.mark.parametrize("host", ["this", "another"])
-def test_a_save_under_way_is_not_committed_once_another_start_has_begun(
-    case: Case, host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_under_way_is_not_committed_once_another_start_has_begun(case, host, monkeypatch):
     """Nor its files removed before a commit of the other start, if that is not on its machine."""
     case.train(case.folder, 3)
     first = case.begin(case.folder, mode="async")
@@ -206,9 +203,7 @@ def test_a_save_under_way_is_not_committed_once_another_start_has_begun(
     assert not under_way.exists()
 
 
-def test_an_earlier_start_removes_nothing_that_a_later_one_may_need(
-    case: Case, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_earlier_start_removes_nothing_that_a_later_one_may_need(case, caplog):
     """As where it has committed in the moment in which the other one began, and then tidies up."""
     first = case.train(case.folder, 3)
     case.train(case.folder, 5, keep=0)
@@ -218,7 +213,7 @@ def test_an_earlier_start_removes_nothing_that_a_later_one_may_need(
     assert "a later start saves there" in caplog.text
 
 
-def test_a_place_that_is_moved_or_removed_is_not_made_again(case: Case) -> None:
+def test_a_place_that_is_moved_or_removed_is_not_made_again(case):
     """What is saved in a new folder of the old name would be lost to the run that is moved."""
     run = case.train(case.folder, 1)
     case.saved.rename(case.root / "elsewhere")
@@ -230,7 +225,7 @@ def test_a_place_that_is_moved_or_removed_is_not_made_again(case: Case) -> None:
     assert case.train(case.folder, 2).checkpoint.newest_step == 2
 
 
-def test_a_checkpoint_that_goes_loses_its_manifest_first(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_goes_loses_its_manifest_first(case, monkeypatch):
     firsts = []
     remove = LocalStore.remove
 
@@ -243,7 +238,7 @@ def test_a_checkpoint_that_goes_loses_its_manifest_first(case: Case, monkeypatch
     assert [file.endswith("/MANIFEST.json") for file in firsts] == [True, True]
 
 
-def test_where_a_branch_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_a_branch_begins(tmp_path, monkeypatch):
     """Where it began before, if it did, whatever the setting says now. A folder may be called like a step."""
     assert find_fork("trunk", None) == "trunk"
     assert find_fork("trunk", Parent("trunk", 4, "/runs/trunk", 64)) == "trunk@4"
@@ -254,7 +249,7 @@ def test_where_a_branch_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert split_place("x@5@7") == ("x@5", "7")
 
 
-def test_averages_of_all_checkpoints_that_a_run_keeps() -> None:
+def test_averages_of_all_checkpoints_that_a_run_keeps():
     for keep in (0, 3):
         check_settings(Config(checkpoint=Checkpoint(keep=keep), validation=Validation(average=3)))
     with pytest.raises(ConfigError, match=r"validation\.average = 3"):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -43,7 +42,7 @@ def count() -> tuple[int, int]:
     return counter.frame_count, metrics.generated_kernel_count
 
 
-def test_all_layers_share_one_graph_of_few_kernels() -> None:
+def test_all_layers_share_one_graph_of_few_kernels():
     ((graphs, kernels),) = run_ranks(1, count)
     assert graphs == 1
     # Two norms with the residual, rotary embeddings of q and k, SwiGLU, casts of seven weights; their backwards.
@@ -82,7 +81,7 @@ def kept_bytes(float8: Float8, checkpointing: ActivationCheckpoint, S: int) -> f
     return sum(size for storage, size in kept.items() if storage not in given_storages) / (B * S * D)
 
 
-def test_activations_kept_for_the_backward() -> None:
+def test_activations_kept_for_the_backward():
     """In bfloat16: q, k, v and attention's result, what goes into the norms and comes out of them (2 bytes each, k and
     v a quarter), three results of the feed-forward, each 3.5 times as wide: 34. In float8 what only matmuls read is
     made again from the rest, or kept in one byte: at most 24. Beside them a float32 number per head and norm."""
@@ -97,7 +96,7 @@ def test_activations_kept_for_the_backward() -> None:
 KEEP_ALL = ActivationCheckpoint(mode="none")
 
 
-def test_a_memory_budget_is_a_share_of_the_activations_alone() -> None:
+def test_a_memory_budget_is_a_share_of_the_activations_alone():
     """Few tokens: copies of the weights in bfloat16, which the compiler would keep as well, are larger than all that
     depends on the tokens. Down to 0.7 the budget is met by what is cheap to compute again."""
     budget = ActivationCheckpoint(mode="budget", memory_budget=0.8)
@@ -106,7 +105,7 @@ def test_a_memory_budget_is_a_share_of_the_activations_alone() -> None:
     assert share < 0.8 * whole
 
 
-def test_the_loss_has_no_part_in_the_memory_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_has_no_part_in_the_memory_budget(monkeypatch):
     """It would compute the logits, nearly all that it keeps, twice."""
     budgets = []
 
@@ -133,7 +132,7 @@ def compile_with_cache(folder: Path, guided: bool = True) -> tuple[int, int]:
     return cache["autograd_cache_hit"], cache["autograd_cache_miss"]
 
 
-def test_a_second_start_compiles_nothing(tmp_path: Path) -> None:
+def test_a_second_start_compiles_nothing(tmp_path):
     """But does not take graphs that were made without the guide."""
     (unguided,) = run_ranks(1, compile_with_cache, tmp_path, False)
     (first,) = run_ranks(1, compile_with_cache, tmp_path)

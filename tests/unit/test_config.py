@@ -24,7 +24,7 @@ from tests.corpus import write_dataset
 ROOT = Path(__file__).parents[2]
 
 
-def test_precedence_default_base_file_command_line(tmp_path: Path) -> None:
+def test_precedence_default_base_file_command_line(tmp_path):
     text = "[training]\nsteps = 50\nseq_len = 64\nlocal_batch_size = 3\n"
     (tmp_path / "base.toml").write_text(text, encoding="utf-8-sig")  # with a byte order mark
     (tmp_path / "child.toml").write_text('base = "base.toml"\n[training]\nseq_len = 128\n[model]\nflavor = "8B"\n')
@@ -46,7 +46,7 @@ def test_precedence_default_base_file_command_line(tmp_path: Path) -> None:
         (["--training.global_batch_size", "8 @ 0, 16 @ 2B"], "training.global_batch_size", "8 @ 0, 16 @ 2B"),
     ],
 )
-def test_command_line_values(words: list[str], key: str, value: object) -> None:
+def test_command_line_values(words, key, value):
     assert attrgetter(key)(load_config(words)) == value
 
 
@@ -87,7 +87,7 @@ MISTAKES = {  # words of a command line → parts of what is said: the option, i
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_a_mistake_is_named(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_is_named(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     with pytest.raises(ConfigError) as error:
         load_config(shlex.split(words))
@@ -107,7 +107,7 @@ def test_a_mistake_is_named(words: str, monkeypatch: pytest.MonkeyPatch) -> None
         ('base = "../link/x.toml"\n', "is its own base"),
     ],
 )
-def test_a_mistake_in_a_file_is_named(text: str, said: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_is_named(text, said, tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     (tmp_path / "link").symlink_to(folder)
@@ -118,7 +118,7 @@ def test_a_mistake_in_a_file_is_named(text: str, said: str, tmp_path: Path) -> N
     assert str(tmp_path) in str(error.value)
 
 
-def test_what_comes_later_counts(tmp_path: Path) -> None:
+def test_what_comes_later_counts(tmp_path):
     """Also of fields of the model, and of steps and epochs, which both say how long a run is."""
     (tmp_path / "base.toml").write_text("[model]\ndim = 32\nn_heads = 2\n[training]\nepochs = 2.0\n")
     (tmp_path / "child.toml").write_text('base = "base.toml"\n[model]\ndim = 64\n[training]\nsteps = 7\n')
@@ -131,7 +131,7 @@ def test_what_comes_later_counts(tmp_path: Path) -> None:
     assert load_config([str(tmp_path / "base.toml"), "--training.steps=9"]).training.epochs == 0
 
 
-def test_a_checkpoint_s_shape_is_taken_where_no_flavor_is_named() -> None:
+def test_a_checkpoint_s_shape_is_taken_where_no_flavor_is_named():
     place = "--checkpoint.initial_load=x"
     assert load_config([place]).model.flavor == "checkpoint"
     assert load_config([place, "--model.flavor=8B"]).model.flavor == "8B"
@@ -152,17 +152,17 @@ def test_a_checkpoint_s_shape_is_taken_where_no_flavor_is_named() -> None:
         ("--failures.bad_step_budget=3", "failures.bad_step_budget = 3"),
     ],
 )
-def test_settings_without_effect_are_refused(words: str, named: str) -> None:
+def test_settings_without_effect_are_refused(words, named):
     with pytest.raises(ConfigError, match=re.escape(named)):
         settings.check_effects(load_config(words.split()))
 
 
-def test_a_section_that_is_off_may_keep_its_settings() -> None:
+def test_a_section_that_is_off_may_keep_its_settings():
     words = ["--float8.enable=false", "--float8.recipe=rowwise", "--optimizer.groups=[{kind='muon'}]"]
     settings.check_effects(load_config([*words, "--optimizer.momentum=0.9"]))
 
 
-def test_schedules_are_read_as_written() -> None:
+def test_schedules_are_read_as_written():
     written = "1 @ 0, 2 @ 10, 3@1.5k,4 @ 2_000_000, 5 @ 500M , 6 @ 0.7B, 7 @ 12T"
     begins = [0, 10, 1500, 2 * 10**6, 5 * 10**8, 7 * 10**8, 12 * 10**12]
     assert load_config([f"--training.global_batch_size={written}"]).training.global_batch_size == written
@@ -170,7 +170,7 @@ def test_schedules_are_read_as_written() -> None:
     assert settings.parse_schedule(16) == [(0, 16)]
 
 
-def test_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
+def test_resolved_config_reads_back_the_same(tmp_path):
     prompt = (
         "--validation.sample_prompt=tab\t, \x7f, \u2028, \\ and 🙂, s3://visit http://example.org @someone"  # no place
     )
@@ -179,7 +179,7 @@ def test_resolved_config_reads_back_the_same(tmp_path: Path) -> None:
     assert load_config([f"--config={tmp_path / 'saved.toml'}"]) == config
 
 
-def test_a_run_is_resumed_by_its_own_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_is_resumed_by_its_own_config(tmp_path, caplog):
     """Settings of another version, which this one does not know, are left out and named."""
     text = (
         settings.to_toml(Config(run=settings.Run(seed=5), training=Training(steps=70, seq_len=64)))
@@ -199,7 +199,7 @@ def test_a_run_is_resumed_by_its_own_config(tmp_path: Path, caplog: pytest.LogCa
         load_config([f"--resume={tmp_path}"])
 
 
-def test_a_resume_of_a_run_of_epochs_takes_the_steps_that_are_typed(tmp_path: Path) -> None:
+def test_a_resume_of_a_run_of_epochs_takes_the_steps_that_are_typed(tmp_path):
     """And keeps the run's own model beside a place to load from."""
     (tmp_path / "config.toml").write_text(to_toml(Config(training=Training(steps=14, epochs=1.0))))
     resume = ["--resume", str(tmp_path)]
@@ -212,9 +212,7 @@ def test_a_resume_of_a_run_of_epochs_takes_the_steps_that_are_typed(tmp_path: Pa
         load_config([f"--resume={tmp_path}x"])
 
 
-def test_help_of_words_prints_the_settings_that_have_them_all(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_of_words_prints_the_settings_that_have_them_all(capsys, monkeypatch):
     def printed(*words: str) -> list[str]:
         with pytest.raises(SystemExit) as ended:
             load_config(words)
@@ -228,7 +226,7 @@ def test_help_of_words_prints_the_settings_that_have_them_all(
     assert printed("--help", "warmup_steps") == ["lr_scheduler.warmup_steps"]
 
 
-def test_help_shows_what_would_run_and_every_flavor(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_what_would_run_and_every_flavor(capsys):
     with pytest.raises(SystemExit):
         load_config([str(ROOT / "train_configs/default.toml"), "--optimizer.beta2=0.9", "--help"])
     text = capsys.readouterr().out
@@ -242,7 +240,7 @@ def test_help_shows_what_would_run_and_every_flavor(capsys: pytest.CaptureFixtur
     assert fields == {item.name for item in dataclasses.fields(settings.Model)} - {"name", "flavor"}
 
 
-def test_a_branch_takes_the_config_of_its_trunk(tmp_path: Path) -> None:
+def test_a_branch_takes_the_config_of_its_trunk(tmp_path):
     trunk = Config(
         run=settings.Run(folder="outputs/trunk"),
         checkpoint=settings.Checkpoint(initial_load="x", keep=3),
@@ -258,7 +256,7 @@ def test_a_branch_takes_the_config_of_its_trunk(tmp_path: Path) -> None:
     assert other.optimizer == load_config(["train_configs/debug.toml"]).optimizer
 
 
-def test_every_field_is_documented_and_help_prints_it() -> None:
+def test_every_field_is_documented_and_help_prints_it():
     text = settings.help_text(Config())
     assert {*settings.OTHER_NAMES} <= {*settings.KINDS, "resume"}
     for section, kind in settings.SECTIONS.items():
@@ -271,7 +269,7 @@ def test_every_field_is_documented_and_help_prints_it() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem)
-def test_every_config_loads_and_names_a_flavor(path: Path) -> None:
+def test_every_config_loads_and_names_a_flavor(path):
     config = load_config([f"--config={path}"])
     find_model(config.model, data_vocab_size=1000)
     check_optim(config)
@@ -286,12 +284,12 @@ def test_every_config_loads_and_names_a_flavor(path: Path) -> None:
         ("train", {"storage.s3", "botocore"}),
     ],
 )
-def test_what_is_not_needed_is_not_loaded(module: str, others: set[str]) -> None:
+def test_what_is_not_needed_is_not_loaded(module, others):
     code = f"import sys, {module}; assert not {others} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
-def test_errors_are_said_in_one_line() -> None:
+def test_errors_are_said_in_one_line():
     for program in ("config", "tools.processes"):
         command = [sys.executable, "-m", program, "--training.steps=x"]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -309,7 +307,7 @@ def commands_of_run_llama_train() -> list[str]:
 
 
 @pytest.mark.parametrize("command", commands_of_run_llama_train())
-def test_what_the_pages_tell_to_type_is_accepted(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_pages_tell_to_type_is_accepted(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = [word.removeprefix("CONFIG_FILE=") for word in shlex.split(command)]
     words = [word for word in words if word.startswith(("--", "train_configs/"))]
@@ -372,7 +370,7 @@ REFUSED = [  # words, ranks, what is said: each would otherwise train wrongly, f
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     write_dataset(folder / "data", [[[*range(1, 99), 0]] * 9], [[1, 0]])
     (folder / "none.toml").touch()
@@ -380,9 +378,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("words", "world_size", "said"), REFUSED, ids=[" ".join(words) for words, *_ in REFUSED])
-def test_what_cannot_train_is_refused_before_anything_starts(
-    words: list[str], world_size: int, said: str, place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_train_is_refused_before_anything_starts(words, world_size, said, place, monkeypatch):
     """Before the process group starts, and before a byte is written."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("WORLD_SIZE", str(world_size))

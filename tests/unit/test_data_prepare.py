@@ -49,20 +49,20 @@ Make = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[str]:
+def texts():
     rng = random.Random(0)
     return [" ".join(rng.choices(WORDS, k=rng.randint(1, 60))) + f" {i}" for i in range(400)]
 
 
 @pytest.fixture(scope="module")
-def tokenizer_folder(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tokenizer_folder(texts, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(texts, 400).save(folder)
     return folder
 
 
 @pytest.fixture
-def make(tokenizer_folder: Path, tmp_path: Path) -> Make:
+def make(tokenizer_folder, tmp_path):
     """Prepares sources in this process, and returns the dataset's folder."""
 
     def make(*given: object, output: str = "out", **options: object) -> Path:
@@ -74,7 +74,7 @@ def make(tokenizer_folder: Path, tmp_path: Path) -> Make:
 
 
 @pytest.fixture
-def lines(texts: list[str], tmp_path: Path) -> Path:
+def lines(texts, tmp_path):
     """The texts as JSON lines."""
     return write_jsonl(tmp_path / "in.jsonl", texts)
 
@@ -129,7 +129,7 @@ def write_table(file: Path, rows_at_once: int = 3, **columns: Any) -> Path:
 
 
 @pytest.fixture
-def inputs(texts: list[str], tmp_path: Path) -> Path:
+def inputs(texts, tmp_path):
     """The same documents in every kind of source."""
     folder = tmp_path / "in"
     (folder / "files").mkdir(parents=True)
@@ -555,7 +555,7 @@ def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path):
 
 
 @pytest.fixture
-def take(make) -> Make:
+def take(make):
     """Prepares files of tokens, all for training."""
     return lambda *given, **options: make(*given, **{"format": "tokens", "validation_fraction": 0} | options)
 

@@ -139,7 +139,7 @@ def test_nulls_with_which_a_table_pads_its_objects_are_left_out(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def examples() -> list[tuple[list[int], list[int]]]:
+def examples():
     """300 prompts and responses in ids, each pair with a number of its own at its beginning and its end."""
     numbers = random.Random(2)
 

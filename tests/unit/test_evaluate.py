@@ -7,7 +7,6 @@ import re
 import runpy
 import sys
 from functools import partialmethod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +59,7 @@ metric_list:
 
 
 @pytest.fixture
-def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def tasks(tmp_path, monkeypatch):
     """Two small tasks over local files, and a cache of their own for Hugging Face's datasets."""
     numbers = random.Random(1)
     words = ["red", "green", "dark blue", "yellow", "a very light grey"]
@@ -97,7 +96,7 @@ def run_forked(words: list[str], stdout: Any = None, stderr: Any = None, preexec
 
 
 @pytest.fixture
-def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def forked(monkeypatch):
     only_ours = partialmethod(TaskManager.__init__, include_defaults=False)  # the harness's own take seconds to list
     monkeypatch.setattr(TaskManager, "__init__", only_ours)
     for place in ("tools.evaluate", "tools.follow"):
@@ -105,10 +104,10 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_scores_of_a_run_are_those_of_the_model_it_was_imported_from(
-    imported: Path,  # noqa: F811
-    tasks: Path,
-    forked: None,
-) -> None:
+    imported,  # noqa: F811
+    tasks,
+    forked,
+):
     """Questions are asked by the chat template of both."""
     own = ["--tasks=colours,sayings", "--num_fewshot=1", "--limit=7", f"--include_path={tasks}"]
     chat = ["--apply_chat_template", "--system_instruction", "Be kind."]
@@ -126,7 +125,7 @@ def test_scores_of_a_run_are_those_of_the_model_it_was_imported_from(
     assert output.relative_to(tasks / "made").parts[0] == f"{imported.name}-step-0", "says of what it is"
 
 
-def test_tasks_are_checked_before_anything_is_exported(tasks: Path, forked: None, monkeypatch: Any) -> None:
+def test_tasks_are_checked_before_anything_is_exported(tasks, forked, monkeypatch):
     """Their names, and, as without network, whether their data can be reached."""
     far = TASKS_OF_OUR_OWN["sayings"].replace("sayings", "far").replace("dataset_path: json", "dataset_path: far/away")
     (tasks / "far.yaml").write_text(re.sub(r"dataset_kwargs: .*\n", "", far))
@@ -137,10 +136,10 @@ def test_tasks_are_checked_before_anything_is_exported(tasks: Path, forked: None
 
 
 def test_scores_of_each_checkpoint_of_a_run_are_those_of_its_export(
-    settings: list[str],  # noqa: F811
-    tasks: Path,
-    forked: None,
-) -> None:
+    settings,  # noqa: F811
+    tasks,
+    forked,
+):
     run = tasks / "run"
     launch(1, run, [*settings, "--checkpoint.interval=2", "--optimizer.lr=0.1"])
     byte_tokenizer().save(run)
@@ -161,7 +160,7 @@ def test_scores_of_each_checkpoint_of_a_run_are_those_of_its_export(
     assert rows[0]["scores/sayings/word_perplexity"] != rows[1]["scores/sayings/word_perplexity"]
 
 
-def test_without_the_harness_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_harness_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr("tools.evaluate.find_spec", {}.get)
     with pytest.raises(TitaniteError, match="evaluation needs: pip install"):
         main(["nowhere"])

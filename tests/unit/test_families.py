@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,7 +119,7 @@ def ours_from(hf: nn.Module) -> Llama:
 
 
 @pytest.mark.parametrize("name", [*MODELS, *TYPED])
-def test_logits_and_gradients_equal_transformers(name: str) -> None:
+def test_logits_and_gradients_equal_transformers(name):
     """At 1, 2 and 4 times the length from which rotary scaling acts, and beyond every window."""
     hf = hf_model(name)
     ours = ours_from(hf)
@@ -142,7 +141,7 @@ def test_logits_and_gradients_equal_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama3.1", "mistral", "smollm3, chosen layers", "olmo3", "qwen3"])
-def test_cached_decoding_gives_the_same_logits(name: str) -> None:
+def test_cached_decoding_gives_the_same_logits(name):
     model, tokens = ours_from(hf_model(name)), random_tokens(2, 40)
     expected = model(tokens)
     caches = [KVCache() for _ in model.layers]
@@ -152,7 +151,7 @@ def test_cached_decoding_gives_the_same_logits(name: str) -> None:
 
 
 @pytest.mark.parametrize(("kernels", "biases"), [("own", False), ("compiler", True)])
-def test_in_float8_each_gradient_is_near_that_of_float64(kernels: str, biases: bool) -> None:
+def test_in_float8_each_gradient_is_near_that_of_float64(kernels, biases):
     """With norms after the branches, which own kernels must not take for those that feed a matmul."""
     options = {"qkv_bias": biases, "o_bias": biases, "mlp_bias": biases}
     flavor = LlamaConfig(
@@ -176,7 +175,7 @@ def test_in_float8_each_gradient_is_near_that_of_float64(kernels: str, biases: b
         assert error < 0.25, name  # wrong ones differ by as much as they are
 
 
-def test_own_float8_kernels_refuse_a_bias() -> None:
+def test_own_float8_kernels_refuse_a_bias():
     flavor = dataclasses.replace(FLAVORS["debug"], vocab_size=64, qkv_bias=True)
     with torch.device("meta"):
         model = Llama(flavor)
@@ -208,7 +207,7 @@ def test_own_float8_kernels_refuse_a_bias() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_be_run_is_refused_by_name_and_value(edit: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_run_is_refused_by_name_and_value(edit, said):
     with pytest.raises(ValueError, match=said):
         from_hf_config({"model_type": "llama", "rms_norm_eps": 1e-5, **SHAPE, **edit})
 
@@ -226,9 +225,7 @@ class EditedConfig(LlamaConfig):
         ({"norm_after": True, "qk_norm": "width", "embedding_multiplier": 2.0}, "^embedding_multiplier = 2.0: olmo2"),
     ],
 )
-def test_an_export_names_the_field_that_no_family_has(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], named: str
-) -> None:
+def test_an_export_names_the_field_that_no_family_has(monkeypatch, options, named):
     monkeypatch.setattr(llama_hf, "LlamaConfig", EditedConfig)
     flavor = EditedConfig(dim=64, n_layers=4, n_heads=4, n_kv_heads=4, hidden_dim=96, vocab_size=64, **options)
     with pytest.raises(ValueError, match=named):
@@ -245,7 +242,7 @@ def test_an_export_names_the_field_that_no_family_has(
         {"embedding_multiplier": 1.0, "attention_multiplier": 0.25},
     ],
 )
-def test_a_model_is_exported_however_its_options_are_written(options: dict[str, Any]) -> None:
+def test_a_model_is_exported_however_its_options_are_written(options):
     """The right logits are transformers', of the exported config and the same weights."""
     torch.manual_seed(0)
     flavor = LlamaConfig(dim=64, n_layers=3, n_heads=4, n_kv_heads=4, hidden_dim=96, vocab_size=320, **options)
@@ -263,7 +260,7 @@ def test_a_model_is_exported_however_its_options_are_written(options: dict[str, 
     ["llama3.2", "llama with biases", "yarn, all set", "mistral", "qwen2 with windows", "qwen3 with biases", "granite",
      "smollm3, chosen layers", "olmo3, two thetas"],
 )  # fmt: skip
-def test_import_and_export_keep_every_weight_and_the_family(name: str, tmp_path: Path) -> None:
+def test_import_and_export_keep_every_weight_and_the_family(name, tmp_path):
     """From several files. The import itself compares logits with transformers, the export its own."""
     hf = hf_model(name)
     hf.save_pretrained(tmp_path / "hf", max_shard_size="60KB")
@@ -284,7 +281,7 @@ def test_import_and_export_keep_every_weight_and_the_family(name: str, tmp_path:
     assert torch.equal(back(tokens).logits, hf(tokens).logits)
 
 
-def test_a_run_from_before_the_options_is_of_the_same_model() -> None:
+def test_a_run_from_before_the_options_is_of_the_same_model():
     """Its record has no such fields; a record of today's has lists in place of tuples."""
     for name in ("8B_3.1", "smollm3_3B"):
         today = dataclasses.asdict(FLAVORS[name])

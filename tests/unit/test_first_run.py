@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -43,7 +42,7 @@ def spelt_in_text() -> Tokenizer:
 
 
 @pytest.mark.parametrize(("make", "before"), [(spelt_in_bytes, 0), (spelt_in_text, 1)])
-def test_the_bytes_of_the_ids_are_those_of_their_text(make: Callable[[], Tokenizer], before: int) -> None:
+def test_the_bytes_of_the_ids_are_those_of_their_text(make, before):
     """`before`: bytes that the tokenizer puts before a text."""
     tokenizer = make()
     for text in (TEXT, "x", "return 日"):
@@ -53,7 +52,7 @@ def test_the_bytes_of_the_ids_are_those_of_their_text(make: Callable[[], Tokeniz
     assert tokenizer.byte_lengths[tokenizer.eos_id] == 0
 
 
-def test_a_tokenizer_that_loses_bytes_has_no_lengths_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tokenizer_that_loses_bytes_has_no_lengths_and_says_so(caplog):
     raw = RawTokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     raw.add_special_tokens(["</s>", "<unk>"])
@@ -67,7 +66,7 @@ def train_as(words: list[str], dtype: str) -> None:
         train(load_config(words))
 
 
-def test_bits_per_byte_and_the_type_to_compute_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bits_per_byte_and_the_type_to_compute_in(tmp_path, capsys):
     """Bits are counted by hand, over the ranks of a run and afterwards: all of the held-out text but the first token,
     none for ends. The type is the one that is fast, and a resume keeps it."""
     texts, data, run = tmp_path / "texts", tmp_path / "data", tmp_path / "run"
@@ -98,17 +97,13 @@ def test_bits_per_byte_and_the_type_to_compute_in(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(("has_bf16", "dtype"), [(False, "float32"), (True, "bfloat16")])
-def test_bfloat16_is_fast_where_the_cpu_multiplies_it(
-    has_bf16: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bfloat16_is_fast_where_the_cpu_multiplies_it(has_bf16, dtype, monkeypatch):
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
     monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: has_bf16)
     assert fast_dtype() == dtype
 
 
-def test_own_text_is_prepared_once_and_again_if_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_own_text_is_prepared_once_and_again_if_it_changes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     text = tmp_path / "my text.txt"
     text.write_text("".join(WORDS * 4))  # one file, held out in pieces
@@ -133,7 +128,7 @@ def test_own_text_is_prepared_once_and_again_if_it_changes(
     assert prepare_own_text(["my text.txt"])[0] != first
 
 
-def test_own_text_that_chance_holds_out_is_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_text_that_chance_holds_out_is_trained_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     held_out = next(word for word in WORDS if is_held_out(word.encode(), 0.3))
     (tmp_path / "out.txt").write_text(held_out)

@@ -29,7 +29,7 @@ def last_words(names: Iterable[str]) -> set[str]:
     return {name.split(".")[-1] for name in names}
 
 
-def test_layers_are_skipped_by_name_and_by_shape() -> None:
+def test_layers_are_skipped_by_name_and_by_shape():
     model = build(dataclasses.replace(FLAVOR, hidden_dim=120))
     names, skipped = convert_to_float8(model, Float8(enable=True, filter="all", skip=("output", "wk")))
     assert (len(names), last_words(names)) == (2 * 3, {"wq", "wv", "wo"})
@@ -46,12 +46,12 @@ def test_layers_are_skipped_by_name_and_by_shape() -> None:
         ({"skip": ("layers", "output")}, "no linear layer can be converted"),
     ],
 )
-def test_what_names_no_layer_or_leaves_none_is_refused(options: dict[str, Any], message: str) -> None:
+def test_what_names_no_layer_or_leaves_none_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         convert_to_float8(build(), Float8(enable=True, filter="all", **options))
 
 
-def test_weights_whose_rows_ranks_cannot_share_evenly_are_gathered_as_without_float8() -> None:
+def test_weights_whose_rows_ranks_cannot_share_evenly_are_gathered_as_without_float8():
     """The hidden 192 rows are shared by 3 ranks, the model's 64 are not, and 2 ranks of tp halve those of w1 and w3."""
     settings = Float8(enable=True, filter="all")
     for tp, shards, even in ((1, 3, {"w1", "w3"}), (2, 64, set())):
@@ -69,14 +69,14 @@ def test_weights_whose_rows_ranks_cannot_share_evenly_are_gathered_as_without_fl
         (("wk", "w2"), {"wo", "feed_forward", "w1", "w3"}),  # wq and wv read what wk does
     ],
 )
-def test_only_what_all_its_readers_take_is_gathered_in_float8(skip: tuple[str, ...], changed: set[str]) -> None:
+def test_only_what_all_its_readers_take_is_gathered_in_float8(skip, changed):
     model = Llama(dataclasses.replace(FLAVOR, n_layers=1))
     convert_to_float8(model, Float8(enable=True, filter="all", skip=("output", *skip)), tp=2)
     plan = float8_plan(model.layers["0"], BLOCK_PLAN, "cpu")
     assert last_words(name for name, style in plan.items() if style is not BLOCK_PLAN[name]) == changed
 
 
-def test_the_auto_filter_keeps_small_layers_in_high_precision() -> None:
+def test_the_auto_filter_keeps_small_layers_in_high_precision():
     flavor = dataclasses.replace(FLAVORS["1.8B"], n_layers=1)
     converted, skipped = convert_to_float8(build(flavor), Float8(enable=True))
     assert last_words(converted) == {"wq", "wo", "w1", "w2", "w3"}
@@ -88,7 +88,7 @@ def test_the_auto_filter_keeps_small_layers_in_high_precision() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(TRAIN_CONFIGS.glob("*.toml")), ids=lambda file: file.stem)
-def test_one_line_suffices_for_every_config(file: Path) -> None:
+def test_one_line_suffices_for_every_config(file):
     config = load_config([f"--config={file}", "--float8.enable"])
     check_float8(config)
     spec, flavor = find_model(config.model, 32_000)
@@ -110,12 +110,12 @@ def test_one_line_suffices_for_every_config(file: Path) -> None:
         ("--float8.kernels=own --float8.recipe=rowwise_with_gw_hp", '"own": cannot be used with f'),
     ],
 )
-def test_contradictions_are_refused(words: str, message: str) -> None:
+def test_contradictions_are_refused(words, message):
     with pytest.raises(ConfigError, match=message):
         check_float8(load_config(["--float8.enable", *words.split()]))
 
 
-def test_a_gpu_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     config = load_config(["--float8.enable"])
@@ -126,7 +126,7 @@ def test_a_gpu_that_cannot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_float8(config)
 
 
-def test_only_the_forward_is_summed_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_forward_is_summed_fast(monkeypatch):
     asked: list[bool] = []
     real = torch._scaled_mm
 

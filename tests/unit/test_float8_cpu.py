@@ -40,7 +40,7 @@ except NotImplementedError:  # torch's own takes it
 """
 
 
-def test_the_replaced_matmul_has_the_bits_of_torchs_own() -> None:
+def test_the_replaced_matmul_has_the_bits_of_torchs_own():
     environ = {name: value for name, value in os.environ.items() if not name.startswith("TORCHAO")}
     command = [sys.executable, "-c", OWN_AND_REPLACED]
     ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)

@@ -4,7 +4,6 @@ The kernels run in Triton's interpreter and are compiled for sm_90, both without
 for CUDA and with requirements-triton.txt.
 """
 
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -40,7 +39,7 @@ def operands(source: str, shape: tuple[int, int], gradient_scale: float = 1.0) -
 
 @pytest.mark.parametrize("gradient", [False, True])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_bytes_and_scales_are_torchaos(recipe: str, gradient: bool) -> None:
+def test_bytes_and_scales_are_torchaos(recipe, gradient):
     rowwise = recipe == "rowwise"
     kind = ScalingGranularity.AXISWISE if rowwise else ScalingGranularity.TENSORWISE
     dtype = torch.float8_e5m2 if gradient and not rowwise else torch.float8_e4m3fn
@@ -58,7 +57,7 @@ def test_bytes_and_scales_are_torchaos(recipe: str, gradient: bool) -> None:
             assert torch.equal(scales, theirs._scale.reciprocal())
 
 
-def test_only_gradients_are_in_e5m2() -> None:
+def test_only_gradients_are_in_e5m2():
     outputs = cast("gate_grad", "tensorwise", operands("gate_grad", (16, 16)), gradient=True)
     expected = [torch.float8_e5m2, torch.float8_e5m2, torch.float8_e4m3fn]
     assert [output.columns.dtype for output in outputs] == expected
@@ -68,7 +67,7 @@ def test_only_gradients_are_in_e5m2() -> None:
 
 
 @pytest.fixture(scope="module")
-def interpreter() -> Iterator[WithTriton]:
+def interpreter():
     interpreter = WithTriton(interpret=True)
     yield interpreter
     interpreter.pool.shutdown()
@@ -97,7 +96,7 @@ def compare(recipe: str, source: str, value: float) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_kernels_give_the_bytes_of_plain_torch(recipe: str, interpreter: WithTriton) -> None:
+def test_kernels_give_the_bytes_of_plain_torch(recipe, interpreter):
     for source in SOURCES:
         assert interpreter(compare, recipe, source, 0.0) == [], source
     for value in (float("nan"), float("inf")):
@@ -133,7 +132,7 @@ def compare_last_tile(recipe: str) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_tensors_of_more_values_than_an_int32_counts(recipe: str, interpreter: WithTriton) -> None:
+def test_tensors_of_more_values_than_an_int32_counts(recipe, interpreter):
     assert interpreter(compare_last_tile, recipe) == []
 
 
@@ -165,7 +164,7 @@ HOPPER = [(source, recipe, False) for source in ("norm", "gate_grad") for recipe
 HOPPER += [(source, "rowwise", True) for source in ("norm", "gate_grad")]
 
 
-def test_kernels_compile_for_hopper() -> None:
+def test_kernels_compile_for_hopper():
     call = WithTriton(interpret=False)
     for kernel in HOPPER:
         assert call(compile_kernel, *kernel)

@@ -51,12 +51,12 @@ def gradients(model: Llama, device: str = "cpu") -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def exact() -> dict[str, Tensor]:
+def exact():
     return gradients(build(dtype=torch.float64))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_a_block_is_as_near_to_float64_as_torchaos(recipe: str, exact: dict[str, Tensor]) -> None:
+def test_a_block_is_as_near_to_float64_as_torchaos(recipe, exact):
     model = build(settings(recipe=recipe))
     block: Any = model.layers["0"]
     kinds = [type(layer) for layer in (block.attention_norm, block.ffn_norm, block.feed_forward, block.attention.wq)]
@@ -77,7 +77,7 @@ def check_block(recipe: str, device: str, exact: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_compiled_whole_a_block_gives_the_same_bits(recipe: str) -> None:
+def test_compiled_whole_a_block_gives_the_same_bits(recipe):
     """Each cast stays one operator, and what only carries a gradient is not computed."""
     counted: Counter[str] = Counter()
 
@@ -94,7 +94,7 @@ def test_compiled_whole_a_block_gives_the_same_bits(recipe: str) -> None:
     assert counted["aten._scaled_mm.default"] == 3 * 7
 
 
-def test_a_forward_without_gradients_takes_any_number_of_tokens() -> None:
+def test_a_forward_without_gradients_takes_any_number_of_tokens():
     """The scales of rows are as with all tokens; the one of a tensor changes by a few percent."""
     for recipe, tolerance in (("tensorwise", 0.15), ("rowwise", 0.01)):
         model = build(settings(recipe=recipe))
@@ -104,7 +104,7 @@ def test_a_forward_without_gradients_takes_any_number_of_tokens() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["own", "compiler"])
-def test_an_output_layer_in_float8_with_the_loss_in_chunks(kernels: str) -> None:
+def test_an_output_layer_in_float8_with_the_loss_in_chunks(kernels):
     """Rows have scales of their own, so only the weight's gradient, which sums over chunks, is cast otherwise."""
     mesh: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
     chunked = build_chunked_loss(Compile(), mesh, 2)

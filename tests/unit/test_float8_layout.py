@@ -44,7 +44,7 @@ def on_cuda(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "own tensorwise", "own rowwise"])
-def test_every_matmul_has_a_layout_that_cuda_takes(recipe: str) -> None:
+def test_every_matmul_has_a_layout_that_cuda_takes(recipe):
     options: dict[str, Any] = {"recipe": recipe.removeprefix("own ")}
     if recipe.startswith("own "):
         options["kernels"] = "own"

@@ -70,5 +70,5 @@ def check(recipe: str, device: str = "cpu") -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_within_the_floors(recipe: str) -> None:
+def test_within_the_floors(recipe):
     check(recipe)

@@ -49,7 +49,7 @@ found = {"results": {"t": figures, "t_part": figures}, "group_subtasks": {"t": [
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def settings(tmp_path_factory):
     """Settings of a run of 4 steps with a checkpoint of each."""
     documents = [[[*range(first, first + 30), 0] for first in range(1, 900, 30)]]
     dataset = write_dataset(tmp_path_factory.mktemp("data"), documents)
@@ -58,7 +58,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole_run(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole_run(settings, tmp_path_factory):
     """A run that has ended."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     launch(1, folder, settings)
@@ -66,7 +66,7 @@ def whole_run(settings: list[str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 @pytest.fixture
-def run(whole_run: Path, tmp_path: Path) -> Path:
+def run(whole_run, tmp_path):
     """The same run, moved, so that a test may change it."""
     return Path(shutil.copytree(whole_run, tmp_path / "run"))
 
@@ -87,7 +87,7 @@ def score_of(run: Path, step: int, folder: Path) -> int:
     return int(digest, 16) % 10**6
 
 
-def test_a_name_without_a_run_is_said(run: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+def test_a_name_without_a_run_is_said(run, caplog, monkeypatch):
     class Waited(Exception):
         pass
 
@@ -100,9 +100,7 @@ def test_a_name_without_a_run_is_said(run: Path, caplog: pytest.LogCaptureFixtur
     assert f"did you mean {run}" in caplog.text
 
 
-def test_a_run_that_has_ended_is_evaluated_to_its_end_and_not_touched(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_has_ended_is_evaluated_to_its_end_and_not_touched(run, tmp_path, monkeypatch, caplog):
     before = content(run)
     monkeypatch.setattr(module, "RECENT", 3)
     with caplog.at_level("INFO"):
@@ -139,9 +137,7 @@ def die_if_reported(folder: Path, **more: object) -> None:
 
 
 @pytest.mark.parametrize("moment", KILLS)
-def test_a_follower_that_was_killed_goes_on(
-    run: Path, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_follower_that_was_killed_goes_on(run, tmp_path, moment, monkeypatch):
     """Its harness ends with it."""
     expected = score_of(run, 1, tmp_path)
     if moment == "evaluating":
@@ -164,9 +160,7 @@ def test_a_follower_that_was_killed_goes_on(
 
 
 @pytest.mark.parametrize(("step", "during"), [(2, False), (2, True), (4, True)])
-def test_a_checkpoint_that_was_removed_is_skipped(
-    run: Path, step: int, during: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_checkpoint_that_was_removed_is_skipped(run, step, during, monkeypatch, caplog):
     removed = sorted(name for _, name in locate(run))[step - 1]
     read = module.open_checkpoint
 
@@ -188,7 +182,7 @@ def test_a_checkpoint_that_was_removed_is_skipped(
         assert re.fullmatch(rf"{removed}: skipped, since it was removed or is damaged: .*{removed}/.*: missing", line)
 
 
-def test_what_is_committed_between_a_look_and_the_end_is_evaluated(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_committed_between_a_look_and_the_end_is_evaluated(run, monkeypatch):
     """A first look finds the last checkpoint uncommitted; the manifest and the run's end come right after it."""
     last = max(name for _, name in locate(run))
     late = {run / "exit.json": b"", run / "checkpoints" / last / MANIFEST: b""}
@@ -210,9 +204,7 @@ def test_what_is_committed_between_a_look_and_the_end_is_evaluated(run: Path, mo
     assert found == [[1, 2, 3], [1, 2, 3, 4]]
 
 
-def test_it_waits_for_a_run_and_its_checkpoints(
-    settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_waits_for_a_run_and_its_checkpoints(settings, tmp_path, monkeypatch):
     """A run of one start after another, in a folder that is not there at first, with only two checkpoints kept."""
     run = tmp_path / "run"
     ends = ["", '{"kind": "lost", "start_again": true}', '{"kind": "stopped", "start_again": true}', "", ""]
@@ -235,7 +227,7 @@ def test_it_waits_for_a_run_and_its_checkpoints(
     assert seen == [[], [1], [1, 2], [1, 2, 3], [1, 2, 3, 4]]
 
 
-def test_after_a_failure_of_the_harness_it_goes_on(run: Path) -> None:
+def test_after_a_failure_of_the_harness_it_goes_on(run):
     (run.parent / "fail").touch()
     with pytest.raises(TitaniteError, match=r"step-00000001-.*/lm-eval.log: lm-eval ended with exit code 1; start"):
         followed(run)
@@ -245,7 +237,7 @@ def test_after_a_failure_of_the_harness_it_goes_on(run: Path) -> None:
     assert len(followed(run)) == 4
 
 
-def test_two_followers_do_not_add_scores_to_one_folder(run: Path) -> None:
+def test_two_followers_do_not_add_scores_to_one_folder(run):
     (run / "scores").mkdir()
     asked, told = os.pipe()
     pid = os.fork()

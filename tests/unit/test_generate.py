@@ -52,7 +52,7 @@ def tokens_of(model: Llama, prompts: list[list[int]], n: int, **options: Any) ->
     return [list(row) for row in zip(*generate(model, prompts, CPU, request), strict=True)]
 
 
-def test_greedy_tokens_equal_transformers_in_a_batch_of_unequal_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_tokens_equal_transformers_in_a_batch_of_unequal_lengths(monkeypatch):
     monkeypatch.setattr("models.generation.PREFILL_TOKENS", 16)  # the longer prompts come in pieces
     monkeypatch.setattr("models.llama.model.CACHE_STEP", 8)
     hf, prompts = hf_model("llama3.2"), prompts_of(9, 1, 40, 16, 17)
@@ -69,8 +69,8 @@ def test_greedy_tokens_equal_transformers_in_a_batch_of_unequal_lengths(monkeypa
 
 
 def test_a_row_is_drawn_as_it_would_be_alone_and_attention_reads_what_is_filled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     monkeypatch.setattr("models.llama.model.CACHE_STEP", 8)
     model = ours_from(hf_model("llama3"))
     prompts = prompts_of(5, 12, 3)
@@ -84,7 +84,7 @@ def test_a_row_is_drawn_as_it_would_be_alone_and_attention_reads_what_is_filled(
 
 
 @pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (4, 0.6), (0, 0.01)])
-def test_sampling_follows_the_probabilities_that_transformers_leaves(top_k: int, top_p: float) -> None:
+def test_sampling_follows_the_probabilities_that_transformers_leaves(top_k, top_p):
     logits = torch.tensor([1.0, 3.0, 2.0, -1.0, 2.5, 0.0])
     generators = [torch.Generator().manual_seed(row) for row in range(4000)]
     draws = sample(logits.expand(4000, -1), Request(temperature=0.7, top_k=top_k, top_p=top_p), generators)
@@ -99,7 +99,7 @@ def test_sampling_follows_the_probabilities_that_transformers_leaves(top_k: int,
     assert (share[expected == 0] == 0).all()
 
 
-def test_a_low_temperature_takes_the_likeliest() -> None:
+def test_a_low_temperature_takes_the_likeliest():
     """Also where a logit over the temperature, or the temperature itself, has no place in float32."""
     generators = [torch.Generator().manual_seed(row) for row in range(2)]
     for scale in (1.0, 1e30, 1e38):
@@ -141,7 +141,7 @@ def feed(stream: TextStream, tokens: list[int]) -> list[str]:
     return pieces if stream.done else [*pieces, stream.finish()]
 
 
-def test_a_stream_gives_whole_characters_and_all_of_them() -> None:
+def test_a_stream_gives_whole_characters_and_all_of_them():
     tokenizer, text = byte_tokenizer(), "naïve 中文 👍 é"
     pieces = feed(TextStream(tokenizer, tokenizer.encode("ü"), frozenset(), ()), tokenizer.encode(text))
     assert "".join(pieces) == text
@@ -161,7 +161,7 @@ BYTES, AFTER_BYTES = ([6 + byte for byte in text.encode()] for text in ("ሰላ�
     ],
     ids=["space after tokens without text", "prompt of bytes"],
 )
-def test_a_stream_goes_on_from_its_prompt(prompt: list[int], tokens: list[int], pieces: list[str]) -> None:
+def test_a_stream_goes_on_from_its_prompt(prompt, tokens, pieces):
     assert feed(TextStream(metaspace_tokenizer(), prompt, frozenset(), ()), tokens) == pieces
 
 
@@ -174,7 +174,7 @@ def test_a_stream_goes_on_from_its_prompt(prompt: list[int], tokens: list[int], 
         ("x<|endoftext|>y", (), "x"),
     ],
 )
-def test_stops(text: str, stops: tuple[str, ...], expected: str) -> None:
+def test_stops(text, stops, expected):
     tokenizer = byte_tokenizer()
     before, eos, after = text.partition("<|endoftext|>")
     tokens = tokenizer.encode(before) + ([tokenizer.eos_id, *tokenizer.encode(after)] if eos else [])
@@ -188,7 +188,7 @@ def test_stops(text: str, stops: tuple[str, ...], expected: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def imported(tmp_path_factory):
     """A random Llama with a byte tokenizer and a chat template, imported as a checkpoint."""
     folder = tmp_path_factory.mktemp("imported")
     tokenizer = byte_tokenizer()
@@ -201,7 +201,7 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "imported"
 
 
-def test_one_prompt_and_many_prompts(imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_prompt_and_many_prompts(imported, tmp_path, capsys):
     prompts = ["Hello", "A somewhat longer prompt", "x"]
     alone = []
     for prompt in prompts:
@@ -223,9 +223,7 @@ def test_one_prompt_and_many_prompts(imported: Path, tmp_path: Path, capsys: pyt
     assert len(drawn) == 1, "a prompt's seed goes by its place among all"
 
 
-def test_a_text_that_may_outgrow_the_trained_length_is_warned_of(
-    imported: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_text_that_may_outgrow_the_trained_length_is_warned_of(imported, capsys):
     for room, warned in ((3, False), (4, True)):  # of the origin's max_position_embeddings, 512
         main([str(imported), f"--prompt={'a' * 509}", "--prompt=b", f"--max-tokens={room}"])
         said = f"warning: a prompt of 509 tokens and --max-tokens {room} exceed the 512 that the model was"
@@ -243,9 +241,7 @@ def answered(imported: Path, *messages: dict[str, str], tools: Any = None) -> st
     return tokenizer.decode(made[0, prompt.shape[1] :], skip_special_tokens=True)
 
 
-def test_a_chat_goes_on_from_what_was_said(
-    imported: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_goes_on_from_what_was_said(imported, capsys, monkeypatch):
     lines = ["Hi", "not <|im_end|> this", "nor \udcff", "Go on", EOFError]
     monkeypatch.setattr("builtins.input", mock.Mock(side_effect=lines))
     main([str(imported), "--chat", "--system=Be kind.", "--temperature=0", "--max-tokens=12"])
@@ -259,9 +255,7 @@ def test_a_chat_goes_on_from_what_was_said(
     assert out == f"{first}\n{answered(imported, *messages)}\n"
 
 
-def test_conversations_of_a_file_are_answered_as_by_transformers(
-    imported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_conversations_of_a_file_are_answered_as_by_transformers(imported, tmp_path, capsys):
     tools = [{"type": "function", "function": {"name": "clock", "parameters": {}}}]
     asked = [{"messages": [{"role": "user", "content": text}]} for text in ("Hi", "A longer question", "x")]
     asked.append({**asked[0], "tools": tools})
@@ -292,9 +286,7 @@ def test_conversations_of_a_file_are_answered_as_by_transformers(
         (["--prompts-file=bad.jsonl"], r"bad\.jsonl, line 2: must be an object with a text "),
     ],
 )
-def test_mistakes_on_the_command_line(
-    imported: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+def test_mistakes_on_the_command_line(imported, tmp_path, words, message, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
     (tmp_path / "empty.jsonl").touch()

@@ -65,11 +65,11 @@ class Queue:
 
 
 @pytest.fixture
-def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Queue:
+def queue(tmp_path, monkeypatch):
     return Queue(tmp_path, monkeypatch)
 
 
-def test_failures_are_recorded_and_the_next_call_goes_on(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_recorded_and_the_next_call_goes_on(queue, monkeypatch):
     estimates = {"crashes": 1, "long": 100, "short": 1}
     assert queue.work(estimates, monkeypatch) == {"crashes": "RuntimeError: out of luck", "short": 1.5}
     (queue.folder / "mended").touch()
@@ -80,7 +80,7 @@ def test_failures_are_recorded_and_the_next_call_goes_on(queue: Queue, monkeypat
     assert list(queue.work(estimates, monkeypatch)) == ["crashes", "short"]
 
 
-def test_what_takes_too_long_is_killed_with_its_processes(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_takes_too_long_is_killed_with_its_processes(queue, monkeypatch):
     found = queue.work({"hangs": 1, "last": 1}, monkeypatch)
     assert "too long" in found["hangs"]
     assert found["last"] == 1.5
@@ -89,11 +89,11 @@ def test_what_takes_too_long_is_killed_with_its_processes(queue: Queue, monkeypa
             assert select.select([os.pidfd_open(int(pid))], [], [], 10)[0], "readable once it has ended"
 
 
-def test_a_row_that_the_end_of_the_call_cuts_has_not_failed(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_that_the_end_of_the_call_cuts_has_not_failed(queue, monkeypatch):
     assert queue.work({"first": 1, "hangs": 4, "last": 1}, monkeypatch, budget=5) == {"first": 1.5}
 
 
-def test_ratios_are_to_the_row_as_in_the_models_and_to_measured_matmuls() -> None:
+def test_ratios_are_to_the_row_as_in_the_models_and_to_measured_matmuls():
     name = "float8, tensorwise, output too, whole logits"
     peak = {"row": gpu.PEAKS, "bf16 TFLOP/s": 500.0, "tensorwise, fast TFLOP/s": 1000.0, "tensorwise TFLOP/s": 800.0}
     base = {"row": gpu.BASE, "tokens/s": 5000.0, "bf16 GFLOP of a token": 50.0, "float8 GFLOP of a token": 0.0}
@@ -105,12 +105,12 @@ def test_ratios_are_to_the_row_as_in_the_models_and_to_measured_matmuls() -> Non
     assert other["roofline"] == pytest.approx(7500 * (10e9 / 500e12 + 16e9 / 1000e12 + 32e9 / 800e12))
 
 
-def test_rows_are_settings_that_exist() -> None:
+def test_rows_are_settings_that_exist():
     for run in gpu.RUNS.values():
         gpu.training_config(run, 1, "unused")
 
 
-def test_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rehearsal(tmp_path, monkeypatch):
     """Rows of both kinds, for real, on CPU; not compiled, since that takes long."""
     file = tmp_path / "rows.json"
     rows = "--rows=matmuls of w2;not compiled"

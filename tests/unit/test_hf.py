@@ -40,14 +40,14 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def tokenizer_folder(tmp_path_factory) -> Path:
+def tokenizer_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
     train_tokenizer(["the quick brown fox"] * 9, 300).save(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory, tokenizer_folder) -> Path:
+def made(tmp_path_factory, tokenizer_folder):
     """A folder with a Llama 3 in several files of Hugging Face's, `hf`, and the checkpoint that it became, `ours`."""
     folder = tmp_path_factory.mktemp("made")
     shutil.copytree(tokenizer_folder, folder / "hf")
@@ -60,7 +60,7 @@ def made(tmp_path_factory, tokenizer_folder) -> Path:
 
 
 @pytest.fixture
-def llama(tmp_path, made) -> Path:
+def llama(tmp_path, made):
     """A copy of `made`, to be changed."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     return tmp_path

@@ -93,7 +93,7 @@ def breaches(path: Path) -> Iterator[str]:
         yield "reads the environment"
 
 
-def test_the_code_keeps_to_the_house() -> None:
+def test_the_code_keeps_to_the_house():
     assert [f"{path}: {breach}" for path in sources() for breach in breaches(path)] == []
 
 
@@ -101,7 +101,7 @@ def pages() -> list[Path]:
     return [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 
 
-def test_lines_of_the_docs_are_short() -> None:
+def test_lines_of_the_docs_are_short():
     """Tables and what is to be copied, as it is, may be wider."""
     for path in pages():
         text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
@@ -113,7 +113,7 @@ def module_exists(name: str) -> bool:
     return path.with_suffix(".py").exists() or (path / "__main__.py").exists()
 
 
-def test_what_launch_and_docs_name_exists() -> None:
+def test_what_launch_and_docs_name_exists():
     lost = []
     for path in (*pages(), *(ROOT / "launch").rglob("*.*"), ROOT / "launch" / "kubernetes" / "Dockerfile"):
         text = path.read_text(encoding="utf-8")
@@ -124,7 +124,7 @@ def test_what_launch_and_docs_name_exists() -> None:
     assert lost == []
 
 
-def test_figures_name_what_made_them() -> None:
+def test_figures_name_what_made_them():
     """A file of results is named beside its commit, or in a page that names its command, if there still is one."""
     lost = []
     for path in pages():
@@ -139,7 +139,7 @@ def test_figures_name_what_made_them() -> None:
     assert lost == []
 
 
-def test_the_quick_tests_exist() -> None:
+def test_the_quick_tests_exist():
     """pytest runs none at all if one of those that it is asked for has gone."""
     script = (ROOT / "run_tests.sh").read_text()
     begin = script.index("quick=(")

@@ -83,7 +83,7 @@ def random_tokens(*shape: int) -> torch.Tensor:
     return torch.randint(0, SMALL["vocab_size"], shape, generator=torch.Generator().manual_seed(2))
 
 
-def test_in_bfloat16_norms_and_rotations_are_rounded_once() -> None:
+def test_in_bfloat16_norms_and_rotations_are_rounded_once():
     """Angles and positions are in float32: bfloat16 would not tell the places of the last tokens apart."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 600, 8, 64, generator=generator).bfloat16()
@@ -105,7 +105,7 @@ def in_roundings(found: torch.Tensor, exact: torch.Tensor) -> float:
     return ((found - exact).norm() / (exact.bfloat16() - exact).norm()).item()
 
 
-def test_documents_do_not_see_each_other() -> None:
+def test_documents_do_not_see_each_other():
     model, tokens = ours_from(hf_model("llama3.1")), random_tokens(1, 30)
     lengths = (7, 1, 22)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -123,7 +123,7 @@ def build(config: LlamaConfig, seed: int = 0) -> Llama:
     return model
 
 
-def test_initial_weights_follow_the_rule() -> None:
+def test_initial_weights_follow_the_rule():
     """Norms are ones. Everything else is drawn in float32, and on its own: no two weights begin alike."""
     config = dataclasses.replace(FLAVORS["debug"], vocab_size=512)
     model = build(config)
@@ -169,7 +169,7 @@ NOT_INITIALIZED: dict[str, Callable[[Llama], object]] = {  # what is said → th
 
 
 @pytest.mark.parametrize("said", NOT_INITIALIZED)
-def test_what_would_not_be_initialized_is_refused(said: str) -> None:
+def test_what_would_not_be_initialized_is_refused(said):
     def build_edited(config: LlamaConfig) -> Llama:
         model = Llama(config)
         NOT_INITIALIZED[said](model)
@@ -179,7 +179,7 @@ def test_what_would_not_be_initialized_is_refused(said: str) -> None:
         build_model(dataclasses.replace(LLAMA, model=build_edited), TINY)
 
 
-def test_initial_values_of_a_fork_are_what_it_says() -> None:
+def test_initial_values_of_a_fork_are_what_it_says():
     tiny = dataclasses.replace(TINY, n_layers=1)
     values = {}
     for model in (LayerNormed, GatedAtEight):
@@ -224,14 +224,14 @@ def split_with_and_without_a_plan() -> dict[str, torch.Tensor]:
     return gradients_of_normed_heads(BLOCK_PLAN | {"attention.q_norm": heads})
 
 
-def test_a_block_with_more_in_it_is_split_by_a_plan_of_its_own_or_refused() -> None:
+def test_a_block_with_more_in_it_is_split_by_a_plan_of_its_own_or_refused():
     expected = gradients_of_normed_heads(None)
     assert len(expected) == FLAVORS["tiny"].n_layers
     for found in run_ranks(2, split_with_and_without_a_plan):
         torch.testing.assert_close(found, expected)
 
 
-def test_a_weight_that_more_than_one_stage_would_train_is_refused() -> None:
+def test_a_weight_that_more_than_one_stage_would_train_is_refused():
     model = build(TINY)
     model.extra = torch.nn.Linear(1, 1)
     with pytest.raises(ConfigError, match=r"each stage would train a extra\.weight of its own"):
@@ -257,13 +257,13 @@ def test_a_weight_that_more_than_one_stage_would_train_is_refused() -> None:
         ("olmo2_7B", 7_298_617_344),
     ],
 )
-def test_flavors_have_the_published_number_of_parameters(flavor: str, parameters: int) -> None:
+def test_flavors_have_the_published_number_of_parameters(flavor, parameters):
     with torch.device("meta"):
         model = Llama(FLAVORS[flavor])
     assert sum(p.numel() for p in model.parameters()) == parameters
 
 
-def test_flops_per_token() -> None:
+def test_flops_per_token():
     """Counted by torch on the real forward: 3 x its matmuls and attention, the causal half not taken off."""
     from torch.utils.flop_counter import FlopCounterMode
 

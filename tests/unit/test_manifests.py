@@ -73,7 +73,7 @@ def pod_and_arguments(kind: str) -> tuple[dict[str, Any], list[str]]:
 
 
 @pytest.mark.parametrize("kind", SCHEMAS)
-def test_manifests_fit_the_published_schemas(kind: str) -> None:
+def test_manifests_fit_the_published_schemas(kind):
     manifest = OBJECTS[kind]
     validate(manifest)
     misspelt = copy.deepcopy(manifest)
@@ -83,7 +83,7 @@ def test_manifests_fit_the_published_schemas(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob", "Pod"])
-def test_pods_need_no_rights(kind: str) -> None:
+def test_pods_need_no_rights(kind):
     """What OpenShift's restricted-v2 and Kubernetes' restricted profile ask for."""
     pod, _ = pod_and_arguments(kind)
     assert pod["securityContext"]["runAsNonRoot"] is True
@@ -100,7 +100,7 @@ def test_pods_need_no_rights(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["TrainJob", "PyTorchJob", "Pod"])
-def test_arguments_are_settings_and_credentials_are_in_the_secret(kind: str) -> None:
+def test_arguments_are_settings_and_credentials_are_in_the_secret(kind):
     _, arguments = pod_and_arguments(kind)
     assert arguments[0].startswith("/runs/"), "launch/node.sh takes the run's folder first"
     config = load_config(arguments[arguments.index("train.py") + 1 :])
@@ -114,7 +114,7 @@ def test_arguments_are_settings_and_credentials_are_in_the_secret(kind: str) -> 
     assert not re.search(r"AKIA|SECRET_ACCESS_KEY.*value: ", text)
 
 
-def test_what_the_controllers_refuse_or_overlook() -> None:
+def test_what_the_controllers_refuse_or_overlook():
     """Beyond their schemas: Trainer's webhook; AppWrapper looks at the exit codes of pods that are Failed only."""
     (container,) = pod_and_arguments("TrainJob")[0]["containers"]
     assert "env" not in container, "must not have envs for the dataset-initializer, model-initializer, node containers"
@@ -124,7 +124,7 @@ def test_what_the_controllers_refuse_or_overlook() -> None:
     assert OBJECTS["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "Never"
 
 
-def test_nodes_of_skypilot_are_met_at_their_addresses(tmp_path: Path) -> None:
+def test_nodes_of_skypilot_are_met_at_their_addresses(tmp_path):
     """Their own names may be unknown to the others."""
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "node.sh").symlink_to("/bin/echo")
@@ -135,7 +135,7 @@ def test_nodes_of_skypilot_are_met_at_their_addresses(tmp_path: Path) -> None:
         assert f"--rdzv-endpoint=10.0.0.1:29400 --rdzv-conf={words} train.py" in said.stdout
 
 
-def test_the_other_launchers_hold_settings_too() -> None:
+def test_the_other_launchers_hold_settings_too():
     run = load("skypilot.yaml")["run"]
     words = run.partition("train.py")[2].replace("\\\n", " ").replace("$CONFIG", "train_configs/llama3_8b.toml").split()
     load_config([word.replace('"', "") for word in words])
@@ -143,7 +143,7 @@ def test_the_other_launchers_hold_settings_too() -> None:
         assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
-def test_commands_of_the_page_have_options_that_exist() -> None:
+def test_commands_of_the_page_have_options_that_exist():
     text = (ROOT / "docs" / "clusters.md").read_text().replace("\\\n", "")
     (line,) = re.findall(r"^launch/node\.sh .*", text, re.MULTILINE)
     arguments = parse_args(shlex.split(line)[2:])

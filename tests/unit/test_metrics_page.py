@@ -35,7 +35,7 @@ def compared(runs: list[Path], folder: Path) -> dict[str, Any]:
     return json.loads(found[1])
 
 
-def test_curves_tables_and_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_curves_tables_and_settings(tmp_path, capsys):
     first = write_run(
         tmp_path / "<b>first",
         [
@@ -83,7 +83,7 @@ def test_curves_tables_and_settings(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not re.search(r"""(src|href)=|url\(|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg)""", page)
 
 
-def test_a_branch_is_drawn_from_its_fork_without_steps_left_out_after_a_rollback(tmp_path: Path) -> None:
+def test_a_branch_is_drawn_from_its_fork_without_steps_left_out_after_a_rollback(tmp_path):
     rows = [row(step, loss=float(step), step_seconds=1.0, interval_steps=1) for step in range(1, 8)]
     rows += [row(6, validation_loss=9.5), row(8, skipped=1)]
     rows += [row(step, skipped=1) for step in (6, 7, 8)]  # back to the checkpoint of step 5
@@ -98,7 +98,7 @@ def test_a_branch_is_drawn_from_its_fork_without_steps_left_out_after_a_rollback
     assert "validation_loss" not in charts
 
 
-def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_curves_are_thinned_and_keep_their_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "MAX_POINTS", 10)
     rows = [row(i, loss=float(i), tps=1.0, step_seconds=1.0) for i in range(1, 101)]
     run = write_run(tmp_path / "run", [*rows, '{"step": 101, "lo'], Config())  # cut off by a crash
@@ -109,16 +109,14 @@ def test_long_curves_are_thinned_and_keep_their_ends(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("file", "content"), [("metrics.jsonl", '{"step": 1, "train_loss": 2}\n'), ("config.toml", "=")]
 )
-def test_a_damaged_run_is_named(tmp_path: Path, file: str, content: str) -> None:
+def test_a_damaged_run_is_named(tmp_path, file, content):
     run = write_run(tmp_path / "run", [row(2, loss=1.0, step_seconds=1.0)], Config())
     (run / file).write_text(content)
     with pytest.raises(TitaniteError, match=f"^{run}.*{file}"):
         main([str(run)])
 
 
-def test_an_output_that_cannot_be_written_is_refused_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):
     for output in (str(tmp_path), "s3://bucket/page.html"):
         with pytest.raises(SystemExit):
             main(["nowhere", "--output", output])

@@ -27,7 +27,7 @@ ONE_RANK = mock.Mock(cp=mock.Mock(size=lambda: 1))  # a mesh of it
 
 
 @pytest.mark.parametrize(("state_dtype", "compile"), [("float32", False), ("bfloat16", True)])
-def test_adamw_follows_its_formula_and_spares_norms_and_biases(state_dtype: Any, compile: bool) -> None:
+def test_adamw_follows_its_formula_and_spares_norms_and_biases(state_dtype, compile):
     """In float64, by hand. Means in bfloat16 are rounded after each step, which itself takes them whole."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 16), nn.RMSNorm(16))
@@ -69,14 +69,14 @@ def test_adamw_follows_its_formula_and_spares_norms_and_biases(state_dtype: Any,
         (LRScheduler(warmup_steps=7, decay_fraction=0.29), 7, 3),  # fits; 10 x 0.29 is rounded
     ],
 )
-def test_a_short_trial_warms_up_and_decays_in_proportion(schedule: LRScheduler, warmup: int, decay: int) -> None:
+def test_a_short_trial_warms_up_and_decays_in_proportion(schedule, warmup, decay):
     rates = [learning_rate(step, 10, 2.0, schedule) for step in range(1, 11)]
     rising = [2.0 * step / warmup for step in range(1, warmup + 1)]
     falling = [2.0 * (0.1 + 0.9 * (decay - step) / decay) for step in range(1, decay + 1)]
     assert rates == pytest.approx(rising + falling)
 
 
-def test_a_schedule_that_does_not_fit_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schedule_that_does_not_fit_is_told(caplog):
     with caplog.at_level("INFO"):
         check_optim(Config(training=Training(steps=10)))
     assert re.search(r"= 20 and .* 2 steps do not fit in training.steps = 10: .* 9 and 1", caplog.text)
@@ -86,7 +86,7 @@ def test_a_schedule_that_does_not_fit_is_told(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize("decay", get_args(get_type_hints(LRScheduler)["decay"]))
-def test_wsd_holds_and_ends_at_its_minimum(decay: Any) -> None:
+def test_wsd_holds_and_ends_at_its_minimum(decay):
     schedule = LRScheduler(decay=decay, warmup_steps=10, decay_steps=40, min_lr_factor=0.25)
     rates = [learning_rate(step, 100, 2.0, schedule) for step in range(1, 101)]
     assert rates[9:60] == [2.0] * 51
@@ -95,7 +95,7 @@ def test_wsd_holds_and_ends_at_its_minimum(decay: Any) -> None:
     assert (rates[79], rates[-1]) == pytest.approx((0.5 + 1.5 * halfway, 0.5))
 
 
-def test_cosine_schedule_is_torchs_after_the_warmup() -> None:
+def test_cosine_schedule_is_torchs_after_the_warmup():
     schedule = LRScheduler(schedule="cosine", warmup_steps=10, min_lr_factor=0.1)
     parameter = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=2.0)
@@ -107,7 +107,7 @@ def test_cosine_schedule_is_torchs_after_the_warmup() -> None:
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_loss_is_summed_over_trained_tokens_in_float32(compile: bool) -> None:
+def test_loss_is_summed_over_trained_tokens_in_float32(compile):
     torch.manual_seed(0)
     logits = (4 * torch.randn(2, 6, 11)).bfloat16()
     labels = torch.randint(0, 11, (2, 6))
@@ -123,7 +123,7 @@ def test_loss_is_summed_over_trained_tokens_in_float32(compile: bool) -> None:
 
 
 @pytest.mark.parametrize("compile", [False, True])
-def test_the_chunked_loss_sums_and_scales_in_float32(compile: bool) -> None:
+def test_the_chunked_loss_sums_and_scales_in_float32(compile):
     """The gradients of each chunk are in bfloat16, as are the matmuls."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(1, 64, 16).bfloat16().requires_grad_(), torch.randn(32, 16).requires_grad_()
@@ -144,7 +144,7 @@ def test_the_chunked_loss_sums_and_scales_in_float32(compile: bool) -> None:
         assert torch.equal(gradients[1], expected_weight * factor)
 
 
-def test_the_state_of_an_optimizer_of_a_fork_is_made_by_a_step_that_changes_nothing() -> None:
+def test_the_state_of_an_optimizer_of_a_fork_is_made_by_a_step_that_changes_nothing():
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
     allocate_state(optimizer)
@@ -153,7 +153,7 @@ def test_the_state_of_an_optimizer_of_a_fork_is_made_by_a_step_that_changes_noth
     assert torch.equal(optimizer.state[weight]["momentum_buffer"], torch.zeros(3))
 
 
-def test_a_name_without_code_of_its_own_is_refused() -> None:
+def test_a_name_without_code_of_its_own_is_refused():
     fields: Any = {"schedule": "triangle"}, {"decay": "steep"}
     for unknown in fields:
         (name,) = unknown

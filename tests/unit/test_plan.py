@@ -90,7 +90,7 @@ HAND: dict[Case, dict[Any, float]] = {
 
 
 @pytest.fixture(scope="module")
-def counts() -> dict[Case, Counts]:
+def counts():
     return count(list(HAND))
 
 
@@ -103,7 +103,7 @@ def operations(counts: Counts) -> Counter[str]:
 
 
 @pytest.mark.parametrize("tried", HAND, ids=lambda tried: f"{tried.dims}, {tried.config.optimizer.name}")
-def test_counts_are_those_by_hand(tried: Case, counts: dict[Case, Counts]) -> None:
+def test_counts_are_those_by_hand(tried, counts):
     found = {**counts[tried], **operations(counts[tried])}
     expected = HAND[tried]
     assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-3)
@@ -117,7 +117,7 @@ FEW = {
 
 
 @pytest.mark.parametrize("name", FEW)
-def test_few_layers_and_microbatches_count_as_all(name: str) -> None:
+def test_few_layers_and_microbatches_count_as_all(name):
     tried = FEW[name]
     ((whole,),) = run_ranks(1, dry_runs, [tried], tried.microbatches, start_group=False)
     few = count([tried])[tried]
@@ -150,7 +150,7 @@ def count_residual() -> int:
     return tally.counts["moved"]
 
 
-def test_a_compiled_graph_moves_what_its_kernels_read_and_write() -> None:
+def test_a_compiled_graph_moves_what_its_kernels_read_and_write():
     """Forward: two results of matmuls in, their product out. Backward: those and a gradient in, three tensors out."""
     hidden, small = 512 * 128 * 4, 512 * 32 * 4
     ((forward, backward, peak),) = run_ranks(1, count_swiglu, True)
@@ -182,7 +182,7 @@ def track_a_block() -> tuple[int, int]:
     return theirs, tally.peak
 
 
-def test_memory_is_that_of_torch_s_own_tracker() -> None:
+def test_memory_is_that_of_torch_s_own_tracker():
     ((theirs, ours),) = run_ranks(1, track_a_block)
     assert ours == pytest.approx(theirs, rel=0.02)
 
@@ -198,7 +198,7 @@ def one_moment(parts: list[nn.Module], *_: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([weight for part in parts for weight in part.parameters()], lr=0.1, momentum=0.9)
 
 
-def test_a_fork_s_blocks_and_optimizer_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_s_blocks_and_optimizer_are_planned(monkeypatch):
     spec = dataclasses.replace(models.MODELS["llama"], model=Wide)
     monkeypatch.setattr(models, "MODELS", {"llama": spec, "other": spec})
     monkeypatch.setattr(trainer, "build_optimizer", one_moment)
@@ -236,7 +236,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_seconds_of_a_step_by_hand(name: str) -> None:
+def test_seconds_of_a_step_by_hand(name):
     words, sent, seconds = STEPS[name]
     _, config, _ = parse([*WORDS, *words])
     found = estimate(Counter(WORK | sent), config, Case(config, 64).dims, Cluster(ROUND, 8))
@@ -248,7 +248,7 @@ def test_seconds_of_a_step_by_hand(name: str) -> None:
 # The sweep and the command.
 
 
-def test_a_schedule_is_planned_by_its_last_batch_and_longest_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_is_planned_by_its_last_batch_and_longest_sequences(capsys):
     words = [*DEBUG, "--world-size=2", f"{LAYERS}=1", f"{LOCAL}=4"]
     _, config, _ = parse([*words, f"{BATCH}=16 @ 0, 32 @ 10k", "--training.seq_len=48 @ 0, 96 @ 10k"])
     assert "as if all steps had the last batch" in capsys.readouterr().err
@@ -256,7 +256,7 @@ def test_a_schedule_is_planned_by_its_last_batch_and_longest_sequences(capsys: p
     assert capsys.readouterr().err == ""
 
 
-def test_rough_counts_are_near_those_of_the_step() -> None:
+def test_rough_counts_are_near_those_of_the_step():
     config = case(8, f"{LAYERS}=4", f"{LOCAL}=2").config
     shared = count_modes(config, 8)["none"]
     tried = [case(8, f"{LAYERS}=4", f"{LOCAL}=2", TP), case(8, f"{LAYERS}=4", f"{LOCAL}=4", PP)]
@@ -267,7 +267,7 @@ def test_rough_counts_are_near_those_of_the_step() -> None:
             assert rough[name] == pytest.approx(exact[name], rel=error), (name, one.dims)
 
 
-def test_a_sweep_ranks_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_ranks_what_fits(capsys):
     """Two sequences at once are faster than one. On a device with little memory some layouts are left out."""
     words = [*DEBUG, "--model.flavor=tiny", f"{BATCH}=0", "--world-size=2", "--sweep"]
     options, config, cluster = parse(words)
@@ -283,7 +283,7 @@ def test_a_sweep_ranks_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(found["fits"] for found in fewer)
 
 
-def test_the_command() -> None:
+def test_the_command():
     """Any flavor can be planned: its fields are options."""
     command = [sys.executable, "-m", "tools.plan", *DEBUG]
     mistake = subprocess.run([*command, "--world-size=0"], capture_output=True, text=True)
@@ -310,7 +310,7 @@ def test_the_command() -> None:
         (["--parallelism.cpu_offload=true"], "parallelism.cpu_offload = True"),
     ],
 )
-def test_mistakes_are_named(words: list[str], message: str) -> None:
+def test_mistakes_are_named(words, message):
     def refuse() -> None:
         options, config, _ = parse([*WORDS, *words])
         check(config, options.world_size)
@@ -319,6 +319,6 @@ def test_mistakes_are_named(words: list[str], message: str) -> None:
         refuse()
 
 
-def test_every_published_row_is_a_run_that_train_takes() -> None:
+def test_every_published_row_is_a_run_that_train_takes():
     for row in published.all_rows():
         check(row.config, row.gpus)

@@ -45,7 +45,7 @@ from tools.processes import processes
 ROOT = Path(__file__).parents[2]
 
 
-def test_each_start_leaves_a_trace_of_its_own(tmp_path: Path) -> None:
+def test_each_start_leaves_a_trace_of_its_own(tmp_path):
     for steps_done, steps in ((0, 4), (5, 4), (9, 1), (0, 1)):  # two end before theirs could begin
         with profile(Profiling(trace=True, trace_start=3, trace_steps=1), tmp_path, 0, steps_done) as enter_step:
             for _ in range(steps + 1):
@@ -63,7 +63,7 @@ def log_on(log_ranks: tuple[int, ...]) -> None:
 FAILS = ["ours fails", "botocore.credentials fails"]
 
 
-def test_progress_is_logged_by_the_chosen_ranks_and_errors_by_all(capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_logged_by_the_chosen_ranks_and_errors_by_all(capfd):
     run_ranks(2, log_on, (1,))
     lines = sorted(line.partition(" ")[2] for line in capfd.readouterr().err.splitlines())
     assert lines == sorted(["ours goes on", *FAILS, *FAILS])
@@ -87,9 +87,7 @@ def log(metrics: MetricsLogger, step: int, loss: float = 1.0) -> None:
     metrics.log(step, tokens=step)
 
 
-def test_rows_and_lines_hold_the_rates_of_the_interval(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_rows_and_lines_hold_the_rates_of_the_interval(tmp_path, monkeypatch, caplog):
     now = [100.0]
     monkeypatch.setattr("metrics.time.perf_counter", lambda: now[0])
     monkeypatch.setattr("metrics.peak_memory_gib", lambda device: 0.5)
@@ -125,7 +123,7 @@ def test_rows_and_lines_hold_the_rates_of_the_interval(
     ]
 
 
-def test_the_loss_is_the_mean_of_the_trained_steps_since_the_last_line(tmp_path: Path) -> None:
+def test_the_loss_is_the_mean_of_the_trained_steps_since_the_last_line(tmp_path):
     """Over a checkpoint and a validation between, without the step that was left out, exactly."""
     metrics = build_metrics(tmp_path)
     log(metrics, 1, loss=9.0)
@@ -142,7 +140,7 @@ def test_the_loss_is_the_mean_of_the_trained_steps_since_the_last_line(tmp_path:
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 0.5), (1.0, math.inf)])
-def test_figures_that_are_not_finite_are_found_with_their_step(loss: float, norm: float, tmp_path: Path) -> None:
+def test_figures_that_are_not_finite_are_found_with_their_step(loss, norm, tmp_path):
     metrics = build_metrics(tmp_path)
     for step, figures in enumerate(((1.0, 0.5), (loss, norm), (1.0, 0.5)), 4):
         add(metrics, step, *figures)
@@ -152,7 +150,7 @@ def test_figures_that_are_not_finite_are_found_with_their_step(loss: float, norm
     assert not (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
+def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     for first_step, steps in ((0, (1, 2, 3, 4, 5, 6)), (3, (4, 5, 6, 7)), (5, (7,))):  # the first start crashed
         metrics = build_metrics(tmp_path, first_step=first_step, tensorboard=True)
         if first_step == 5:
@@ -170,7 +168,7 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("name", "peak"), [("NVIDIA H100 80GB HBM3", 989e12), ("Some new GPU", None)])
-def test_peaks_are_known_or_unknown(name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_are_known_or_unknown(name, peak, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(torch.device("cuda", 0)) == peak
     assert peak_flops(torch.device("cpu")) is None
@@ -184,14 +182,12 @@ def test_peaks_are_known_or_unknown(name: str, peak: float | None, monkeypatch: 
         (8, 0, {"dp_replicate": 2, "dp_shard": 2}, 4),
     ],
 )
-def test_a_run_gets_as_many_processes_as_can_share_it(
-    devices: int, global_batch_size: int, layout: dict[str, int], expected: int
-) -> None:
+def test_a_run_gets_as_many_processes_as_can_share_it(devices, global_batch_size, layout, expected):
     training = Training(local_batch_size=8, global_batch_size=global_batch_size)
     assert processes(Config(training=training, parallelism=Parallelism(**layout)), devices) == expected
 
 
-def test_vocabularies() -> None:
+def test_vocabularies():
     assert find_model(Model(), 1000)[1].vocab_size == 1024
     assert find_model(Model(vocab_size=1000), 1000)[1].vocab_size == 1000
     assert find_model(Model(flavor="8B"), 1000)[1].vocab_size == 128_256
@@ -203,7 +199,7 @@ def test_vocabularies() -> None:
         find_model(Model(flavor="debgu"), 100)
 
 
-def test_fields_of_a_flavor_are_settings(tmp_path: Path) -> None:
+def test_fields_of_a_flavor_are_settings(tmp_path):
     """In TOML and on the command line, of which the later counts. The width of a head follows from the others."""
     (tmp_path / "a.toml").write_text('[model]\nflavor = "debug"\ndim = 512\nwindows = [8, 0]\n')
     config = load_config([f"--config={tmp_path / 'a.toml'}", "--model.n_heads=16", "--model.dim=1024"])
@@ -215,7 +211,7 @@ def test_fields_of_a_flavor_are_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["8B_3.1", "smollm3_3B", "olmo2_7B", "granite3.3_2B"])
-def test_the_shape_of_a_checkpoint_becomes_settings(name: str, tmp_path: Path) -> None:
+def test_the_shape_of_a_checkpoint_becomes_settings(name, tmp_path):
     """Those that it records give the same shape again, and what is typed beside them counts."""
     identity = {"name": "llama", **dataclasses.asdict(dataclasses.replace(FLAVORS[name], vocab_size=320))}
     (tmp_path / "model.json").write_text(json.dumps(identity))
@@ -230,7 +226,7 @@ def test_the_shape_of_a_checkpoint_becomes_settings(name: str, tmp_path: Path) -
         settle_model(load_config(words))
 
 
-def test_a_field_of_a_model_that_is_no_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_of_a_model_that_is_no_setting_is_named(monkeypatch):
     forked = dataclasses.make_dataclass("Forked", [("sinks", int, 4)], bases=(LlamaConfig,), frozen=True, kw_only=True)
     flavor = forked(**dataclasses.asdict(FLAVORS["tiny"]))
     monkeypatch.setattr(
@@ -251,12 +247,12 @@ def test_a_field_of_a_model_that_is_no_setting_is_named(monkeypatch: pytest.Monk
         ("--model.api_key=x", "model.api_key: credentials are never"),
     ],
 )
-def test_a_field_that_no_flavor_has_is_refused(word: str, said: str) -> None:
+def test_a_field_that_no_flavor_has_is_refused(word, said):
     with pytest.raises(ConfigError, match=re.escape(said)):
         find_model(load_config([word]).model, 100)
 
 
-def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hook_is_given_every_row(tmp_path, monkeypatch):
     (tmp_path / "my_tracker.py").write_text(
         "rows, others = [], []\nlog, start = rows.append, others.append\ndef close(): others.append('closed')\n"
     )
@@ -275,14 +271,12 @@ def test_a_hook_is_given_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("hook", ["metrics", "metrics:lag", "no_such:f"])
-def test_a_hook_that_does_not_exist_is_refused(hook: str) -> None:
+def test_a_hook_that_does_not_exist_is_refused(hook):
     with pytest.raises(ConfigError, match=f"'{hook}': must be of the form package.module:function"):
         find_trackers(Config(metrics=Metrics(hook=hook)))
 
 
-def test_a_tracker_in_trouble_ends_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_in_trouble_ends_no_run(tmp_path, monkeypatch, caplog):
     """It raises or wants to exit. All is counted, and said at its beginning and end."""
     (tmp_path / "poor_tracker.py").write_text(
         "def start(config): raise ConnectionError('down')\n"
@@ -300,15 +294,13 @@ def test_a_tracker_in_trouble_ends_no_run(
     assert [row["step"] for row in read_records(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_weights_and_biases_is_asked_for_and_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_is_asked_for_and_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="wandb_project = 'titanite': needs Weights & Biases: pip install wandb"):
         find_trackers(Config(metrics=Metrics(wandb_project="titanite")))
 
 
-def test_weights_and_biases_gets_rows_and_config_and_a_resume_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_weights_and_biases_gets_rows_and_config_and_a_resume_goes_on(tmp_path, monkeypatch, caplog):
     """By the package itself, offline; also steps trained again after a crash. What may take long is said before."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -345,9 +337,7 @@ KEPT = LaunchEnvironment(1, 0, 2, store_of_torchrun=True)
         (KEPT._replace(restarts=2), {}, r"rank 1 found cuda on .*, rank 0 cpu on another: is a GPU or its driver gone"),
     ],
 )
-def test_ranks_that_cannot_train_together_say_why(
-    environment: LaunchEnvironment, variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_that_cannot_train_together_say_why(environment, variables, said, monkeypatch):
     monkeypatch.setattr("run.processes.device_type", lambda: "cuda")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
@@ -364,7 +354,7 @@ def test_ranks_that_cannot_train_together_say_why(
 
 
 @pytest.mark.parametrize("chosen", ["", "1"])
-def test_nccl_leaves_it_to_python_to_end_at_an_error_of_cuda(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nccl_leaves_it_to_python_to_end_at_an_error_of_cuda(chosen, monkeypatch):
     """Unless the user has set what NCCL finds in the environment as the group starts."""
     name = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
     found = []
@@ -380,9 +370,7 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 
 
 @pytest.mark.parametrize("users", ["", ALLOCATOR[1]])
-def test_segments_of_a_gpus_memory_grow_unless_the_user_has_set_the_allocator(
-    users: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_segments_of_a_gpus_memory_grow_unless_the_user_has_set_the_allocator(users, monkeypatch):
     for name in ALLOCATOR:
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)

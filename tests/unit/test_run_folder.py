@@ -52,14 +52,14 @@ def starts_of(folder: Path) -> list[dict[str, Any]]:
     return read_records(folder / STARTS)
 
 
-def test_a_run_of_an_earlier_version_gets_its_id_by_todays_name(tmp_path: Path) -> None:
+def test_a_run_of_an_earlier_version_gets_its_id_by_todays_name(tmp_path):
     """The loop ends a run whose folder no longer holds it."""
     (tmp_path / ".run_name").write_text("its id\n")
     start(Config(run=Run(folder=str(tmp_path))))
     assert (tmp_path / ".run_id").read_text() == "its id\n"
 
 
-def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
+def test_new_runs_get_names_of_their_own(tmp_path):
     config = Config(run=Run(outputs=str(tmp_path)))
     with ThreadPoolExecutor(8) as threads:  # as of an array of jobs, in the same second
         folders = list(threads.map(lambda _: choose_run_folder(config), range(32)))
@@ -69,7 +69,7 @@ def test_new_runs_get_names_of_their_own(tmp_path: Path) -> None:
     assert start(Config(run=Run(folder=str(named)))) == named
 
 
-def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_folder_of_something_else_is_refused(tmp_path):
     """Not what ranks leave on a node with its own disk, where rank 0's files are missing."""
     config = Config(run=Run(folder=str(tmp_path)))
     for name in ("data", "profile", "checkpoints", "exit.json", ".running"):
@@ -80,7 +80,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
         check_run_folder(config, {})
 
 
-def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:
+def test_another_models_run_is_not_resumed(tmp_path):
     config = Config(run=Run(folder=str(tmp_path)))
     record(tmp_path, config, {"dim": 4, "n_layers": 2}, world_size=1)
     check_run_folder(config, {"dim": 4, "n_layers": 2, "a_field_added_since": False})
@@ -89,7 +89,7 @@ def test_another_models_run_is_not_resumed(tmp_path: Path) -> None:
             refuses(config, {"dim": 4, "n_layers": 3})
 
 
-def test_starts_are_recorded_with_what_changed(tmp_path: Path) -> None:
+def test_starts_are_recorded_with_what_changed(tmp_path):
     assert record(tmp_path, Config(), {"dim": 4}, world_size=2) == {}
     changed = record(tmp_path, Config(training=Training(steps=9)), {"dim": 4}, world_size=4)
     assert changed == {"training.steps": (Training().steps, 9)}
@@ -103,9 +103,7 @@ def test_starts_are_recorded_with_what_changed(tmp_path: Path) -> None:
     assert first["git_commit"]
 
 
-def test_code_that_changed_between_two_starts_is_kept_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_changed_between_two_starts_is_kept_and_named(tmp_path, monkeypatch):
     """What is kept makes of the commit the code as it was."""
     code, run = tmp_path / "code", tmp_path / "run"
     code.mkdir()
@@ -137,7 +135,7 @@ def test_code_that_changed_between_two_starts_is_kept_and_named(
     assert {str(file.relative_to(code)): file.read_text() for file in code.rglob("[!i]*.py")} == new
 
 
-def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
+def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path):
     (tmp_path / "run").mkdir()
     for _ in range(3):
         record(tmp_path / "run", Config(), {}, world_size=2, job="job 1")
@@ -146,7 +144,7 @@ def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path: Path) -> None:
     assert [start["world_size"] for start in starts_of(tmp_path / "run")] == [2, 2, 2]
 
 
-def test_a_whole_last_line_without_an_end_counts(tmp_path: Path) -> None:
+def test_a_whole_last_line_without_an_end_counts(tmp_path):
     """As an editor leaves it. What is appended begins a line of its own."""
     file = tmp_path / "records.jsonl"
     file.write_text('{"a": 1}\n{"a": 2}')
@@ -156,7 +154,7 @@ def test_a_whole_last_line_without_an_end_counts(tmp_path: Path) -> None:
     assert read_records(file) == [{"a": 1}, {"a": 2}, {"a": 3}]
 
 
-def test_a_line_is_written_once_where_the_file_system_is_away_for_a_moment(tmp_path: Path) -> None:
+def test_a_line_is_written_once_where_the_file_system_is_away_for_a_moment(tmp_path):
     errors = iter([OSError(errno.EIO, "away"), OSError(errno.ESTALE, "away")])
 
     class Away(io.FileIO):
@@ -173,7 +171,7 @@ def test_a_line_is_written_once_where_the_file_system_is_away_for_a_moment(tmp_p
     assert file.read_text() == '{"a": 1}\n{"a": 2}\n'
 
 
-def test_a_damaged_record_stops_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_record_stops_no_start(tmp_path, caplog):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / STARTS).write_bytes(b"{\n")
     config = Config(run=Run(outputs=str(tmp_path)))
@@ -184,7 +182,7 @@ def test_a_damaged_record_stops_no_start(tmp_path: Path, caplog: pytest.LogCaptu
     assert "exit.json is damaged" in starts_of(folder)[-1]["after"]["cause"]
 
 
-def test_a_damaged_file_of_a_run_is_named_in_one_line(tmp_path: Path) -> None:
+def test_a_damaged_file_of_a_run_is_named_in_one_line(tmp_path):
     config = Config(run=Run(folder=str(tmp_path)))
     start(config)
     for name, read in (("model.json", start), ("parent.json", lambda _: read_parent(tmp_path))):
@@ -195,7 +193,7 @@ def test_a_damaged_file_of_a_run_is_named_in_one_line(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{}")
 
 
-def test_a_finished_run_stays_finished_where_a_resume_is_refused(tmp_path: Path) -> None:
+def test_a_finished_run_stays_finished_where_a_resume_is_refused(tmp_path):
     config = Config(run=Run(folder=str(tmp_path)))
     end = {"kind": "finished", "step": 14, "last_checkpoint": 14}
     start(config)
@@ -209,7 +207,7 @@ def test_a_finished_run_stays_finished_where_a_resume_is_refused(tmp_path: Path)
     assert (read_exit(tmp_path) or {})["kind"] == "error"
 
 
-def test_a_request_to_stop_from_before_a_start_is_taken_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_to_stop_from_before_a_start_is_taken_away(tmp_path, caplog):
     """Unless torchrun starts the run again: then a person may have asked meanwhile."""
     caplog.set_level("INFO")
     config = Config(run=Run(folder=str(tmp_path)))
@@ -226,7 +224,7 @@ def test_a_request_to_stop_from_before_a_start_is_taken_away(tmp_path: Path, cap
     assert len(starts_of(tmp_path)) == 3
 
 
-def test_a_folder_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_that_is_refused_is_left_as_it_is(tmp_path):
     config = Config(run=Run(outputs=str(tmp_path)))
     folder = start(config, "job 1")
     for job in ("job 1", "job 2"):
@@ -236,7 +234,7 @@ def test_a_folder_that_is_refused_is_left_as_it_is(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [folder], "a new one is not left behind"
 
 
-def test_a_folder_is_of_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_of_one_start_at_a_time(tmp_path, monkeypatch):
     config = Config(run=Run(folder=str(tmp_path / "run")))
     code = (
         "import sys; from pathlib import Path; from run.folder import _lock\n"
@@ -258,9 +256,7 @@ def test_a_folder_is_of_one_start_at_a_time(tmp_path: Path, monkeypatch: pytest.
     assert len(starts_of(tmp_path / "run")) == 2
 
 
-def test_restarts_of_a_job_share_a_folder_the_original_not_a_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarts_of_a_job_share_a_folder_the_original_not_a_copy(tmp_path, monkeypatch):
     """The records of copies name the same job, and one is found before the original, one after it."""
     glob = Path.glob
     monkeypatch.setattr(Path, "glob", lambda *words: sorted(glob(*words)))
@@ -277,7 +273,7 @@ def test_restarts_of_a_job_share_a_folder_the_original_not_a_copy(
     assert start(config, "job 1") == moved
 
 
-def test_the_end_of_a_start_that_was_taken_for_lost_is_not_recorded(tmp_path: Path) -> None:
+def test_the_end_of_a_start_that_was_taken_for_lost_is_not_recorded(tmp_path):
     """How the later one ends counts, for schedulers too."""
     config = Config(run=Run(folder=str(tmp_path)))
     ids = []
@@ -289,7 +285,7 @@ def test_the_end_of_a_start_that_was_taken_for_lost_is_not_recorded(tmp_path: Pa
     assert record_exit(tmp_path, {"kind": "finished"}, ids[1])
 
 
-def test_restarts_without_progress_are_refused(tmp_path: Path) -> None:
+def test_restarts_without_progress_are_refused(tmp_path):
     config = Config(run=Run(folder=str(tmp_path)))
 
     def start_and_end(job: str, *kinds: str) -> None:

@@ -45,9 +45,7 @@ def command_lines() -> list[str]:
 
 
 @pytest.mark.parametrize("module", command_lines())
-def test_every_command_says_how_it_is_used(
-    module: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_command_says_how_it_is_used(module, capfd, monkeypatch):
     monkeypatch.setattr(sys, "argv", [module, "--help"])
     target = partial(runpy.run_module, module, run_name="__main__")
     process = get_context("fork").Process(target=target)  # alone: to be run twice suits no module
@@ -83,7 +81,7 @@ def log_of(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path):
     for name in ("setup.sh", "run_llama_train.sh", *(path.name for path in ROOT.glob("requirements*.txt"))):
         shutil.copy(ROOT / name, tmp_path)
     write_program(tmp_path / "python", PYTHON)
@@ -91,7 +89,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def runner(checkout: Path) -> Path:
+def runner(checkout):
     """A checkout that is set up."""
     write_program(checkout / "setup.sh", "#!/bin/sh\n")
     write_program(checkout / ".venv" / "bin" / "python", RUNNER)
@@ -102,7 +100,7 @@ def set_up(folder: Path, *words: str) -> tuple[int, str]:
     return run(folder, "./setup.sh", *words, PYTHON="./python")
 
 
-def test_setup_installs_what_is_missing(checkout: Path) -> None:
+def test_setup_installs_what_is_missing(checkout):
     assert set_up(checkout, "tests") == (2, "error: tests: must be nothing, or test\n")
     assert not (checkout / ".venv").exists()
     (checkout / ".venv" / "bin").mkdir(parents=True)  # half made, by a start that was killed
@@ -133,9 +131,7 @@ OWN = "--config=own.toml"
         (["--resume=here.toml"], ["--resume={here}/here.toml"]),
     ],
 )
-def test_the_run_script_passes_words_on_and_adds_a_config_where_none_is_named(
-    words: list[str], passed_on: list[str], runner: Path
-) -> None:
+def test_the_run_script_passes_words_on_and_adds_a_config_where_none_is_named(words, passed_on, runner):
     """Paths mean the place where one stands, or the project's folder if nothing is there."""
     here = runner / "my place"
     here.mkdir()
@@ -146,7 +142,7 @@ def test_the_run_script_passes_words_on_and_adds_a_config_where_none_is_named(
     assert log_of(runner)[-1].endswith(" ".join(["train.py", *given]))
 
 
-def test_a_branch_has_no_default_config_and_two_sets_of_data_are_refused(runner: Path) -> None:
+def test_a_branch_has_no_default_config_and_two_sets_of_data_are_refused(runner):
     assert run(runner, "./run_llama_train.sh", BRANCH, NGPU="1")[0] == 0
     assert log_of(runner)[-1].endswith(f"train.py {BRANCH}")
     code, said = run(runner, "./run_llama_train.sh", "--data", "x", "--data.datasets=y")
@@ -154,7 +150,7 @@ def test_a_branch_has_no_default_config_and_two_sets_of_data_are_refused(runner:
     assert "--data and --data.datasets" in said
 
 
-def test_a_config_py_elsewhere_is_not_the_projects(tmp_path: Path) -> None:
+def test_a_config_py_elsewhere_is_not_the_projects(tmp_path):
     (tmp_path / "config.py").write_text("raise SystemExit('another project')")
     for command in ("./run_llama_train.sh", "launch/node.sh"):
         words = [str(tmp_path / "run"), "train.py"] * (command == "launch/node.sh") + ["--training.stepz=1"]
@@ -163,7 +159,7 @@ def test_a_config_py_elsewhere_is_not_the_projects(tmp_path: Path) -> None:
         assert said.splitlines()[-1].startswith("error: training.stepz"), said
 
 
-def test_a_machine_without_a_compiler_ends_before_a_byte_is_written(tmp_path: Path) -> None:
+def test_a_machine_without_a_compiler_ends_before_a_byte_is_written(tmp_path):
     words = ["train.py", "train_configs/debug.toml", "--data.datasets=tests/golden/dataset", "--compile.enable"]
     code, said = run(ROOT, sys.executable, *words, f"--run.outputs={tmp_path / 'outputs'}", CXX="no-compiler")
     assert code == 2
@@ -171,7 +167,7 @@ def test_a_machine_without_a_compiler_ends_before_a_byte_is_written(tmp_path: Pa
     assert not (tmp_path / "outputs").exists()
 
 
-def test_a_batch_that_cannot_be_shared_is_found_before_data_is_prepared(runner: Path) -> None:
+def test_a_batch_that_cannot_be_shared_is_found_before_data_is_prepared(runner):
     for data in ([], ["--data", "mine"]):
         assert run(runner, "./run_llama_train.sh", "--unshared", *data)[0] == 2
         assert not (runner / "datasets").exists()
@@ -181,7 +177,7 @@ def test_a_batch_that_cannot_be_shared_is_found_before_data_is_prepared(runner: 
     assert "training.global_batch_size = 3" in said
 
 
-def test_a_mistake_that_ranks_find_ends_in_one_line() -> None:
+def test_a_mistake_that_ranks_find_ends_in_one_line():
     """Torchrun starts the ranks no second time."""
     code, said = run(ROOT, "./run_llama_train.sh", "--data.datasets=/nowhere", NGPU="2", MAX_RESTARTS="1")
     starting, error = said.splitlines()
@@ -198,9 +194,7 @@ STOP_TORCHRUN = "import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\
     ("rank", "code", "shown", "not_shown"),
     [("exit(2)\n", 1, "exitcode  : 2", "no such line"), (STOP_TORCHRUN, 143, "death signal", "Traceback")],
 )
-def test_a_crash_of_a_rank_shows_all_that_torchrun_says_and_a_stop_no_traceback(
-    rank: str, code: int, shown: str, not_shown: str, checkout: Path
-) -> None:
+def test_a_crash_of_a_rank_shows_all_that_torchrun_says_and_a_stop_no_traceback(rank, code, shown, not_shown, checkout):
     """A crash also with the exit code of a mistake, where no rank has explained it.
 
     A signal that comes while torchrun (2.13) is still starting the rank is not passed on.
@@ -240,9 +234,7 @@ def write_end(kind: str, start_again: bool) -> str:
         ("exit 2\n", 100),  # a mistake
     ],
 )
-def test_how_a_run_ended_decides_whether_a_node_asks_for_another_start(
-    torchrun: str, code: int, tmp_path: Path
-) -> None:
+def test_how_a_run_ended_decides_whether_a_node_asks_for_another_start(torchrun, code, tmp_path):
     """Whatever an earlier start has left."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / ".started").write_text("1\n")
@@ -252,7 +244,7 @@ def test_how_a_run_ended_decides_whether_a_node_asks_for_another_start(
     assert log_of(tmp_path)[0].endswith("--nnodes=2 train.py --training.steps=9 --run.folder=run")
 
 
-def test_a_node_passes_a_request_to_stop_on_and_waits(tmp_path: Path) -> None:
+def test_a_node_passes_a_request_to_stop_on_and_waits(tmp_path):
     """As the first process of a container, which alone gets the signal."""
     python = "#!/bin/bash\ntrap 'echo asked > log; exit 1' TERM\necho begun > begun\nwhile :; do sleep 0.1; done\n"
     write_program(tmp_path / ".venv" / "bin" / "python", python)
@@ -264,7 +256,7 @@ def test_a_node_passes_a_request_to_stop_on_and_waits(tmp_path: Path) -> None:
     assert log_of(tmp_path) == ["asked"]
 
 
-def test_a_node_gives_up_after_starts_that_led_nowhere(tmp_path: Path) -> None:
+def test_a_node_gives_up_after_starts_that_led_nowhere(tmp_path):
     """Where no start is recorded: nodes that did not meet are started again, but not for ever."""
     python = tmp_path / ".venv" / "bin" / "python"
     for ends_well in (True, False):
@@ -279,7 +271,7 @@ def test_a_node_gives_up_after_starts_that_led_nowhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("conf", ["is_host=true", ""])
-def test_a_port_that_something_else_holds_is_named(conf: str, tmp_path: Path) -> None:
+def test_a_port_that_something_else_holds_is_named(conf, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         words = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", f"--rdzv-conf={conf}"]

@@ -1,7 +1,6 @@
 """What stands in for a piece of the model or the loss refuses an edited original, in one line at the start."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -142,14 +141,14 @@ def start(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def place(tmp_path, monkeypatch):
     write_dataset(tmp_path / "data", [[[*range(1, 99), 0]] * 99], [[1, 0]])
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.usefixtures("place")
 @pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_is_refused_where_it_would_be_ignored(edit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edit_is_refused_where_it_would_be_ignored(edit, monkeypatch):
     module, name, edited, ignoring, stand_in, honouring = EDITS[edit]
     monkeypatch.setattr(module, name, edited)
     with pytest.raises(TitaniteError, match=stand_in) as refused:
@@ -160,13 +159,13 @@ def test_an_edit_is_refused_where_it_would_be_ignored(edit: str, monkeypatch: py
 
 
 @pytest.mark.usefixtures("place")
-def test_nothing_is_refused_without_an_edit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_refused_without_an_edit(monkeypatch):
     for words in {ignoring for *_, ignoring, _, _ in EDITS.values()}:
         with pytest.raises(Started):
             start(words, monkeypatch)
 
 
-def test_hooks_and_code_that_cannot_be_tried_count_as_edits() -> None:
+def test_hooks_and_code_that_cannot_be_tried_count_as_edits():
     def check(layer: llama.Linear) -> None:
         def own(x: Tensor, weight: Tensor) -> Tensor:
             return with_parts(layer, weight=weight)(x)

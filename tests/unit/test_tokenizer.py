@@ -27,7 +27,7 @@ WORDS = ["the", "quick", "naïve", "日本語", "def f(x):\n    return x\n", "�
 
 
 @pytest.fixture(scope="module")
-def texts() -> list[str]:
+def texts():
     rng = random.Random(0)
     return [" ".join(rng.choices(WORDS, k=rng.randint(1, 60))) for _ in range(200)]
 

@@ -55,9 +55,7 @@ def votes(folder: Path, asked: dict[int, tuple[signal.Signals | str, ...]]) -> t
         ({0: ("stop",), 3: (signal.SIGTERM,)}, [], False),
     ],
 )
-def test_ranks_agree_who_leaves_after_the_step_and_whether_the_job_starts_again(
-    asked: dict[int, tuple[signal.Signals | str, ...]], others: list[int], again: bool, tmp_path: Path
-) -> None:
+def test_ranks_agree_who_leaves_after_the_step_and_whether_the_job_starts_again(asked, others, again, tmp_path):
     """The scheduler starts a job again that it has ended itself, whichever of its ranks it told; not a person's."""
     found = run_ranks(4, votes, tmp_path, asked)
     assert found == [([False, True], rank in others, again) for rank in range(4)]
@@ -69,7 +67,7 @@ def under_nohup(folder: Path) -> Any:
     return votes(folder, {0: (signal.SIGHUP,)})
 
 
-def test_under_nohup_a_closed_terminal_does_nothing(tmp_path: Path) -> None:
+def test_under_nohup_a_closed_terminal_does_nothing(tmp_path):
     assert run_ranks(1, under_nohup, tmp_path) == [([False, False], False, False)]
 
 
@@ -87,12 +85,12 @@ def leave_by(error: Exception, folder: Path, asked_by: signal.Signals) -> str:
     return said
 
 
-def test_a_rank_that_fails_waits_for_no_other(tmp_path: Path) -> None:
+def test_a_rank_that_fails_waits_for_no_other(tmp_path):
     for error, asked_by in ((RuntimeError("broken"), signal.SIGUSR1), (ConfigError("wrong"), signal.SIGTERM)):
         assert run_ranks(2, leave_by, error, tmp_path, asked_by) == ["", "failed"]
 
 
-def test_a_rank_that_torchrun_ends_since_another_failed_says_nothing(tmp_path: Path) -> None:
+def test_a_rank_that_torchrun_ends_since_another_failed_says_nothing(tmp_path):
     with pytest.raises(AssertionError, match=r"rank 1 ended with 143\n\(ended before it could say why\)"):
         run_ranks(2, leave_by, RuntimeError("Connection closed by peer"), tmp_path, signal.SIGTERM)
 
@@ -135,9 +133,7 @@ def explain_all(folder: Path) -> None:
                 watchdog.explain(type(caught), caught, caught.__traceback__)
 
 
-def test_the_first_who_knows_the_cause_writes_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_who_knows_the_cause_writes_it(tmp_path, capfd, monkeypatch):
     """And prints it, unless run_and_leave does."""
     monkeypatch.setattr("run.watchdog.LOST_SECONDS", 0.0)
     run_ranks(1, explain_all, tmp_path)
@@ -158,7 +154,7 @@ def stop_by_hand(folder: Path) -> None:
     watchdog.announce(End("stopped", "by hand"))
 
 
-def test_a_stopped_run_says_what_to_type_to_go_on(tmp_path: Path) -> None:
+def test_a_stopped_run_says_what_to_type_to_go_on(tmp_path):
     run_ranks(2, stop_by_hand, tmp_path)
     command = f"NGPU=2 ./run_llama_train.sh --resume {tmp_path}"
     assert how_it_ended(tmp_path)["next_action"] == f"go on with {command}"
@@ -176,7 +172,7 @@ def lose_the_other(folder: Path) -> None:
     watchdog.explain(RuntimeError, caught.value, caught.tb)
 
 
-def test_a_rank_that_was_lost_in_a_collective_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_was_lost_in_a_collective_is_named(tmp_path):
     with pytest.raises(AssertionError, match="rank 1 ended with -9"):
         run_ranks(2, lose_the_other, tmp_path)
     record = how_it_ended(tmp_path)
@@ -206,7 +202,7 @@ def nest(folder: Path) -> tuple[list[str], str]:
     return been, how_it_ended(folder)["section"]
 
 
-def test_sections_nest_and_are_left_again(tmp_path: Path) -> None:
+def test_sections_nest_and_are_left_again(tmp_path):
     """An exit names the innermost one that the last error has left."""
     assert run_ranks(1, nest, tmp_path) == [(["optimizer", "load", "load", "training"], "checkpoint")]
 
@@ -228,7 +224,7 @@ def progress(folder: Path) -> list[tuple[bool, bool]]:
     return moved
 
 
-def test_bytes_of_a_checkpoint_are_progress_where_the_main_thread_waits_for_them(tmp_path: Path) -> None:
+def test_bytes_of_a_checkpoint_are_progress_where_the_main_thread_waits_for_them(tmp_path):
     assert run_ranks(1, progress, tmp_path) == [[(True, True)] * 3 + [(False, True)]]
 
 
@@ -260,9 +256,7 @@ NO_ONE, ITSELF = ("hung", None), ("hung", 0)
         ("cuda", "data", True, [None, None, None, NO_ONE]),  # NCCL ends nothing: TORCH_NCCL_RETHROW_CUDA_ERRORS = 0
     ],
 )
-def test_who_is_blamed_when_depends_on_where_a_rank_waits(
-    device: str, section: str, waits: bool, expected: list[Any], tmp_path: Path
-) -> None:
+def test_who_is_blamed_when_depends_on_where_a_rank_waits(device, section, waits, expected, tmp_path):
     assert run_ranks(1, verdicts, tmp_path, device, section, waits) == [expected]
 
 
@@ -277,7 +271,7 @@ def look_at_a_stopped_rank(folder: Path) -> list[Any]:
     return [watchdog._look(79.0), neighbour.poll(), watchdog._look(81.0), neighbour.wait(30)]
 
 
-def test_a_rank_that_was_stopped_has_time(tmp_path: Path) -> None:
+def test_a_rank_that_was_stopped_has_time(tmp_path):
     """A person may have stopped it to look at it."""
     (found,) = run_ranks(1, look_at_a_stopped_rank, tmp_path)
     assert found == [None, None, End("hung", "hung: rank 1 does not run, it was stopped", 1), -signal.SIGKILL]
@@ -295,7 +289,7 @@ def close_while_looking(folder: Path) -> None:
         watchdog._run()
 
 
-def test_ranks_that_leave_together_miss_no_other(tmp_path: Path) -> None:
+def test_ranks_that_leave_together_miss_no_other(tmp_path):
     run_ranks(1, close_while_looking, tmp_path)
     assert not (tmp_path / "exit.json").exists()
 
@@ -311,9 +305,9 @@ def test_ranks_that_leave_together_miss_no_other(tmp_path: Path) -> None:
     ],
 )
 def test_a_process_ends_with_its_exit_code_and_waits_for_no_thread(
-    ended: BaseException | None, code: int, said: str,
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    ended, code, said,
+    capfd, monkeypatch,
+):  # fmt: skip
     monkeypatch.setattr(dist, "barrier", lambda: None)
 
     def main() -> None:
@@ -344,7 +338,7 @@ def ended_for_good(errors: list[TitaniteError]) -> list[bool]:
     return found
 
 
-def test_torchrun_does_not_repeat_what_would_fail_again() -> None:
+def test_torchrun_does_not_repeat_what_would_fail_again():
     errors = [ConfigError("a setting", agreed=True), TitaniteError("a loss", agreed=True)]
     assert run_ranks(1, ended_for_good, errors) == [[True, False]]
 
@@ -359,7 +353,7 @@ threading.Event().wait()
 """
 
 
-def test_ranks_end_with_their_torchrun(tmp_path: Path) -> None:
+def test_ranks_end_with_their_torchrun(tmp_path):
     """One that is killed. Otherwise they would train on beside the job that replaces theirs."""
     (tmp_path / "rank.py").write_text(WAITING)
     words = ["--standalone", "--nproc-per-node=2", str(tmp_path / "rank.py")]
