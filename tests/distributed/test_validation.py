@@ -31,9 +31,10 @@ from models.weights import init_weights
 from tests.corpus import stored_blocks, write_dataset
 from tests.harness import run_ranks
 from tests.runs import final_weights, flat, launch, read, same, validated
+from tests.unit.test_data_tuning import examples  # noqa: F401
 from tests.unit.test_data_tuning import folder as tuning  # noqa: F401
 from tools.average import main as average
-from tools.compare import read_run
+from tools.compare import read_charts
 from tools.hf import export_model
 from train import train
 from validate import as_packed, measure
@@ -197,7 +198,7 @@ def test_answers_are_measured_as_transformers_and_the_harness_would(split, small
     for place, line in zip(places, printed, strict=True):
         assert found[f"bits_per_byte/{place.stem}"] == pytest.approx(expected[place.stem], rel=1e-5)
         assert line.startswith(f"{place.stem}  {expected[place.stem]:.4f} bits per byte of answers")
-    assert {f"bits_per_byte/{place.stem}" for place in places} <= {*read_run(run)[0]}, "curves of the compare page"
+    assert {f"bits_per_byte/{place.stem}" for place in places} <= {*read_charts(run)}, "curves of the compare page"
 
 
 AVERAGED = {
@@ -289,9 +290,9 @@ def test_a_token_of_prompt_and_answer_is_the_answers():
 
 
 def test_packed_examples_are_measured_whole_and_apart(tuning):  # noqa: F811
-    url = str(tuning / "set")
+    url = str(tuning)
     config = Config(data=Data(datasets=(url,)), training=Training(seq_len=20, local_batch_size=3))  # of a pre-training
-    trained = untrained("debug", tuning / "set")
+    trained = untrained("debug", tuning)
     with pytest.raises(ConfigError, match="--seq-len 20: must be 32"):
         as_packed(config, 20, True)
     packed = as_packed(config, None, False)

@@ -47,7 +47,7 @@ def command_lines() -> list[str]:
 @pytest.mark.parametrize("module", command_lines())
 def test_every_command_says_how_it_is_used(module, capfd, monkeypatch):
     monkeypatch.setattr(sys, "argv", [module, "--help"])
-    target = partial(runpy.run_module, module, run_name="__main__")
+    target = partial(runpy.run_module, module, run_name="__main__", alter_sys=True)
     process = get_context("fork").Process(target=target)  # alone: to be run twice suits no module
     process.start()
     process.join()
