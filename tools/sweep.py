@@ -87,9 +87,9 @@ def write_results(folder: Path, runs: Sequence[Run]) -> None:
     losses: dict[str, list[float]] = {}  # by group, of finished runs
     for run, own in zip(runs, shown, strict=True):
         row: dict[str, Any] = {"run": run.name, **run.values, "finished": run.finished}
-        for name, points in own.charts.items():
-            if is_loss(name):
-                row |= {"steps": points[-1][0], "tokens": points[-1][1], name: points[-1][-1]}
+        if "loss" in own.charts:
+            row["steps"], row["tokens"], *_ = own.charts["loss"][-1]
+        row |= {name: points[-1][-1] for name, points in own.charts.items() if is_loss(name)}
         if not run.finished:
             missing.append([run.name, row.get("steps", 0), run.end])
         elif field in row:

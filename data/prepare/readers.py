@@ -169,8 +169,10 @@ def _records(file: File, kind: str, raw: Any, unit: Unit, columns: Sequence[str]
         yield from enumerate(json.loads(stream.read()))
     elif kind == "jsonl":
         yield from _json_lines(stream, unit)
-    else:
+    elif kind in ("text", "other"):
         yield from _texts(stream.read().removeprefix(codecs.BOM_UTF8), separator)
+    else:
+        raise DataError(f"{file.url}: KINDS has {kind!r}, which no branch of _records in data/prepare/readers.py reads")
     if kind not in ("parquet", "arrow"):
         check_end(file, raw, unit.stop or file.size)
 

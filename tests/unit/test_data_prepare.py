@@ -237,6 +237,13 @@ def test_lines_belong_to_one_unit_wherever_it_begins(texts, tmp_path, monkeypatc
         assert documents_in(file) == texts[:20]
 
 
+def test_a_suffix_without_code_that_reads_it_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "KINDS", sources.KINDS | {".tale": "tale"})
+    (tmp_path / "a.tale").write_text("once")
+    with pytest.raises(DataError, match=r"a\.tale: KINDS has 'tale', which no branch of _records"):
+        documents_in(tmp_path / "a.tale")
+
+
 # ---------------------------------------------------------------- kills
 
 
