@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -31,7 +30,7 @@ set_trap(writer, 'write_shard')
 class Cluster(ExitStack):
     """A scheduler and workers, each a process, which end with it."""
 
-    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, folder, environment):
         super().__init__()
         self.folder = folder
         self.environment = os.environ | environment | {"PYTHONPATH": str(ROOT)}
@@ -39,13 +38,13 @@ class Cluster(ExitStack):
         (folder / "traps.py").write_text(TRAPS)
         self.scheduler = self.start("scheduler", f"--host={self.address}")
 
-    def start(self, *words: str) -> "subprocess.Popen[bytes]":
+    def start(self, *words):
         command = [sys.executable, "-m", "dask", *words, "--no-dashboard"]
         process = subprocess.Popen(command, env=self.environment, cwd=self.folder, stderr=subprocess.DEVNULL)
         self.callback(process.wait)
         self.callback(process.kill)
         return process
 
-    def add_workers(self, count: int) -> "list[subprocess.Popen[bytes]]":
+    def add_workers(self, count):
         words = ("worker", self.address, "--no-nanny", "--nthreads=1", "--preload=traps.py")
         return [self.start(*words) for _ in range(count)]

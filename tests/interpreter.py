@@ -8,7 +8,6 @@ import importlib.util
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -25,24 +24,24 @@ KERNELS, TRITON = ROOT / "float8" / "kernels.py", ROOT / ".venv" / "triton"
 class WithTriton:
     """`call(function, *args)` calls a function of a test module in the other process. Skips the test without Triton."""
 
-    def __init__(self, interpret: bool) -> None:
+    def __init__(self, interpret):
         if not (TRITON.exists() or importlib.util.find_spec("triton")):
             pytest.skip("needs Triton: ./setup.sh test")
         with mock.patch.dict("os.environ", {"TRITON_INTERPRET": "1"} if interpret else {}):
             self.pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
             self.pool.submit(prepare, interpret).result()
 
-    def __call__(self, function: Callable[..., Any], *args: object) -> Any:
+    def __call__(self, function, *args):
         return self.pool.submit(function, *args).result()
 
 
-def prepare(interpret: bool) -> None:
+def prepare(interpret):
     sys.path.append(str(TRITON))
     if interpret:
         correct_casts()
 
 
-def correct_casts() -> None:
+def correct_casts():
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -53,7 +52,7 @@ def correct_casts() -> None:
     builder: Any = interpreter.InterpreterBuilder
     others = builder.cast_impl
 
-    def cast(self: Any, src: Any, dst_type: Any, *_: Any) -> Any:
+    def cast(self, src, dst_type, *_):
         old, new = src.dtype.scalar, dst_type.scalar
         if old not in dtypes or new not in dtypes or old == new:
             return others(self, src, dst_type)
@@ -69,7 +68,7 @@ def correct_casts() -> None:
         setattr(builder, name, cast)
 
 
-def load_kernels(*changes: tuple[str, str]) -> ModuleType:
+def load_kernels(*changes):
     """float8/kernels.py as a module of its own, with `changes` in its text, old and new."""
     text = KERNELS.read_text()
     for old, new in changes:

@@ -96,7 +96,7 @@ class Table(NamedTuple):
     shape: dict[str, Any] = {}  # noqa: RUF012  # nothing changes it
 
 
-def some(*names: str) -> dict[str, Layout]:
+def some(*names):
     return {name: LLAMA[name] for name in names}
 
 

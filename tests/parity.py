@@ -1,7 +1,6 @@
 """Trainings of a tiny model on the ranks of a test, by tools.same."""
 
 import dataclasses
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,23 +22,23 @@ from config import (
 from models import LLAMA
 from models.llama.model import LlamaConfig
 from parallel.mesh import ParallelDims
-from tools.same import SEQ_LEN, SEQUENCES, VOCAB_SIZE, Opened, Trace, start_in_layout, take_steps, train_in_layout
+from tools.same import SEQ_LEN, SEQUENCES, VOCAB_SIZE, Opened, start_in_layout, take_steps, train_in_layout
 
 FLAVOR = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=112, vocab_size=VOCAB_SIZE)
 CPU = torch.device("cpu")
 
 
 def config_for(
-    dp_replicate: int,
-    dp_shard: int,
-    compile: str = "",
-    mode: str = "none",
-    documents: bool = False,
-    loss_chunks: int = 1,
-    param_dtype: str = "float32",
-    float8: Float8 | None = None,
-    **parallelism: Any,
-) -> Config:
+    dp_replicate,
+    dp_shard,
+    compile="",
+    mode="none",
+    documents=False,
+    loss_chunks=1,
+    param_dtype="float32",
+    float8=None,
+    **parallelism,
+):
     return Config(
         data=Data(mask_documents=documents),
         metrics=Metrics(per_layer=True),
@@ -55,7 +54,7 @@ def config_for(
     )
 
 
-def opened(config: Config, steps: int, batches: int, **model_options: Any) -> Opened:
+def opened(config, steps, batches, **model_options):
     """For this process group: `steps` steps of some `batches` on each rank."""
     dp = ParallelDims.from_config(config.parallelism, dist.get_world_size()).dp
     sizes = {"steps": steps, "local_batch_size": SEQUENCES // dp // batches, "global_batch_size": SEQUENCES}
@@ -63,12 +62,12 @@ def opened(config: Config, steps: int, batches: int, **model_options: Any) -> Op
     return Opened(config, LLAMA, dataclasses.replace(FLAVOR, **model_options))
 
 
-def trace_of(config: Config, steps: int, batches: int = 1, **model_options: Any) -> Trace:
+def trace_of(config, steps, batches=1, **model_options):
     """What a training on this rank computes."""
     return train_in_layout(opened(config, steps, batches, **model_options), CPU)
 
 
-def losses_of(config: Config, steps: int, batches: int = 1, **model_options: Any) -> list[float]:
+def losses_of(config, steps, batches=1, **model_options):
     """The same steps, of which nothing but the loss is looked at."""
     given = opened(config, steps, batches, **model_options)
     return [computed.loss.item() for computed in take_steps(given, start_in_layout(given, CPU))]

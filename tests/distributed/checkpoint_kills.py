@@ -20,7 +20,7 @@ from tests.harness import run_ranks
 KILLS = int(os.environ.get("KILLS", "12"))
 
 
-def survive_kills(url: str, kills: int, mode: str) -> int:
+def survive_kills(url, kills, mode):
     """Kill one or both of two saving ranks `kills` times; after each, load. Returns the number of kills amid a save.
 
     Asserts that every load succeeds, of a step not older than the last one that was reported as saved, and that
@@ -56,7 +56,7 @@ def survive_kills(url: str, kills: int, mode: str) -> int:
     return amid
 
 
-def _launch(url: str, mode: str, folder: str) -> int:
+def _launch(url, mode, folder):
     """The process above two ranks that save; never returns."""
     try:
         run_ranks(2, save_forever, url, mode, folder)
@@ -66,7 +66,7 @@ def _launch(url: str, mode: str, folder: str) -> int:
         os._exit(0)
 
 
-def save_forever(url: str, mode: str, folder: str) -> None:
+def save_forever(url, mode, folder):
     """Save, as fast as it goes, states that are filled with the number of their step."""
     (Path(folder) / f"pid{dist.get_rank()}").write_text(str(os.getpid()))
     run = Run(url, (2,), interval=1, keep=2, mode=mode)
@@ -87,7 +87,7 @@ def save_forever(url: str, mode: str, folder: str) -> None:
                 log.flush()
 
 
-def fill(run: Run, step: int) -> None:
+def fill(run, step):
     """Every number of the state becomes `step`."""
     run.data.samples = step
     with torch.no_grad():

@@ -6,14 +6,13 @@ import random
 import shlex
 import shutil
 from itertools import islice
-from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
 from config import TitaniteError
-from data.loader import Batch, DataLoader
+from data.loader import DataLoader
 from data.shards import open_dataset
 from data.tokenizer import train_tokenizer
 from tests.corpus import expected_stream, stored_blocks, write_dataset
@@ -50,11 +49,11 @@ def dataset(tmp_path_factory):
     return write_dataset(tmp_path_factory.mktemp("data") / "set", [documents], vocab_size=380)
 
 
-def run_and_tell(arguments: list[str], stop_after: int = 0) -> list[list[list[list[int]]]]:
+def run_and_tell(arguments, stop_after=0):
     """Train as `run` does, with random numbers drawn; the tokens of this rank's steps, microbatches, samples."""
     given, next_step = [], DataLoader.next_step
 
-    def told(loader: DataLoader) -> list[Batch]:
+    def told(loader):
         torch.rand(1)
         batches = next_step(loader)
         given.append([batch.tokens.tolist() for batch in batches])
@@ -65,7 +64,7 @@ def run_and_tell(arguments: list[str], stop_after: int = 0) -> list[list[list[li
     return given
 
 
-def train_ranks(world_size: int, folder: Path, dataset: Path, *words: str, stop_after: int = 0) -> list[list[int]]:
+def train_ranks(world_size, folder, dataset, *words, stop_after=0):
     """The tokens of each step, in the order of its samples."""
     arguments = [*SMALL, f"--data.datasets={dataset}", f"--run.folder={folder}", *words]
     given = run_ranks(world_size, run_and_tell, arguments, stop_after, start_group=False)
@@ -73,7 +72,7 @@ def train_ranks(world_size: int, folder: Path, dataset: Path, *words: str, stop_
     return [[token for batch in step for sample in batch for token in sample] for step in turns]
 
 
-def run_and_log(arguments: list[str]) -> list[str]:
+def run_and_log(arguments):
     """Train as `run` does. Returns what optim and run.run logged."""
     said: list[str] = []
     handler = logging.Handler()
@@ -84,7 +83,7 @@ def run_and_log(arguments: list[str]) -> list[str]:
     return said
 
 
-def expected_steps(dataset: Path, steps: int) -> list[list[int]]:
+def expected_steps(dataset, steps):
     """The tokens of each step, by the definition of the order."""
     stream = expected_stream(stored_blocks(dataset), open_dataset(str(dataset)).hash, 0, window_blocks=16)
     tokens = [token for token, _ in islice(stream, steps * SAMPLES * SEQ_LEN)]

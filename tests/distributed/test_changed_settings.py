@@ -2,7 +2,7 @@
 
 import json
 from contextlib import suppress
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin
 
 import msgspec
 
@@ -48,7 +48,7 @@ FIXED = {  # setting → why this resume keeps it
 }
 
 
-def another(kind: Any, value: Any) -> Any:
+def another(kind, value):
     """A value of the type, near `value` but not it."""
     base = get_args(kind)[0] if get_origin(kind) is Annotated else kind
     if get_origin(base) is Literal:

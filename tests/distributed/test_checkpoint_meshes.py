@@ -29,28 +29,28 @@ from tests.harness import run_ranks
 DIM = 32
 
 
-def plain(model: Tower) -> list[nn.Module]:
+def plain(model):
     return [model]
 
 
-def fsdp(model: Tower) -> list[nn.Module]:
+def fsdp(model):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks.values():
         fully_shard(block, mesh=mesh)
     return [fully_shard(model, mesh=mesh)]
 
 
-def hsdp(model: Tower) -> list[nn.Module]:
+def hsdp(model):
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     return [fully_shard(model, mesh=mesh)]
 
 
-def fsdp_and_tensor_parallel(model: Tower) -> list[nn.Module]:
+def fsdp_and_tensor_parallel(model):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
     return [fully_shard(_split(model, mesh["tp"]), mesh=mesh["dp_shard"])]
 
 
-def pipeline_of_three_stages(model: Tower) -> list[nn.Module]:
+def pipeline_of_three_stages(model):
     """Rank 0 has the first block and the head, as two parts; rank 1 the second block."""
     stages = [copy.deepcopy(model) for _ in range(3)]
     del stages[0].blocks["1"], stages[0].head
@@ -59,19 +59,19 @@ def pipeline_of_three_stages(model: Tower) -> list[nn.Module]:
     return [stages[0], stages[2]] if dist.get_rank() == 0 else [stages[1]]
 
 
-def wrapped(model: Tower) -> list[nn.Module]:
+def wrapped(model):
     """Recomputation around a compiled block, inside FSDP2."""
     for name, block in model.blocks.items():
         model.blocks[name] = checkpoint_wrapper(torch.compile(block, backend="aot_eager"))
     return [fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))]
 
 
-def float8(model: Tower) -> list[nn.Module]:
+def float8(model):
     convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
     return fsdp(model)
 
 
-def _split(model: Tower, mesh) -> nn.Module:
+def _split(model, mesh):
     plan = {
         "blocks.0.1": ColwiseParallel(output_layouts=Replicate()),
         "blocks.1.1": RowwiseParallel(input_layouts=Replicate()),

@@ -225,7 +225,7 @@ def test_what_a_listing_does_not_show_yet_is_no_leftover(tmp_path, monkeypatch):
     assert Run(tmp_path).checkpoint.load() == 2
 
 
-def _leave(folder: Path, step: int) -> Path:
+def _leave(folder, step):
     """A save that was begun, and killed."""
     left = folder / f"step-{step:08d}-692000000000"
     left.mkdir()

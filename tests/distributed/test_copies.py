@@ -8,16 +8,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config import Config
 from models.llama.model import Llama
 from tests.harness import run_ranks
 from tests.parity import FLAVOR, config_for, losses_of, trace_of
-from tools.same import Trace
 
 STEPS, MICROBATCHES = 3, 4
 
 
-def build_config(kept: bool, **settings: Any) -> Config:
+def build_config(kept, **settings):
     config = config_for(1, 1, reshard_after_forward=not kept, **settings)
     return dataclasses.replace(
         config, training=dataclasses.replace(config.training, param_dtype="bfloat16", max_norm=0.0)
@@ -31,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_both(**settings: Any) -> list[Trace]:
+def run_both(**settings):
     return [trace_of(build_config(kept, **settings), STEPS, MICROBATCHES) for kept in (True, False)]
 
 
@@ -55,13 +53,13 @@ class Casts(TorchDispatchMode):
     weights = 0
     shapes = frozenset(weight.shape for weight in Llama(FLAVOR).parameters() if weight.ndim == 2)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._to_copy.default and args[0].shape in self.shapes:
             self.weights += (kwargs or {}).get("dtype") is torch.bfloat16
         return func(*args, **(kwargs or {}))
 
 
-def count_casts(kept: bool) -> int:
+def count_casts(kept):
     with Casts() as casts:
         losses_of(build_config(kept), STEPS, MICROBATCHES)
     return casts.weights

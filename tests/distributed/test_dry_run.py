@@ -4,7 +4,6 @@ Two layers stand for all, which are alike (tests/unit/test_plan.py).
 """
 
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +12,7 @@ import trainer
 from config import check_effects, load_config
 from tests.harness import run_ranks
 from tools.plan_count import Case, check, dry_runs
-from tools.plan_tally import Counts, Message
+from tools.plan_tally import Message
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 WORLD_SIZES = {
@@ -31,7 +30,7 @@ WORLD_SIZES = {
 BLOCK_OF_8B, ENDS_OF_8B = 218_112_000, 1_050_677_248  # numbers: (8,030,261,248 as published - ends) / 32
 
 
-def step(name: str, world_size: int, *arguments: str) -> Counts:
+def step(name, world_size, *arguments):
     """A dry run in a process of its own."""
     config = load_config([f"--config={CONFIGS}/{name}.toml", "--model.n_layers=2", *arguments])
     check_effects(config)
@@ -55,7 +54,7 @@ def test_a_config_takes_a_step(name, world_size):
     assert counts["peak"] > counts["weights"] + counts["optimizer"]
 
 
-def broken_step() -> Any:
+def broken_step():
     with mock.patch.object(trainer.Norms, "clip", side_effect=RuntimeError("a broken step")):
         return step("debug", 2)
 

@@ -40,18 +40,18 @@ def small(small):
 
 
 def run(
-    arguments: list[str],
-    bad_steps: tuple[int, ...] = (),
-    stop_after: int = 0,
-    spoils_gradients: bool = False,
-) -> str:
+    arguments,
+    bad_steps=(),
+    stop_after=0,
+    spoils_gradients=False,
+):
     """Train; rank 1's n-th forward is NaN for n in `bad_steps`; the error that ended it, or "crash" if cut off.
 
     `spoils_gradients`: not the forward is NaN, but its gradients.
     """
     config, forwards = load_config(arguments), [0]
 
-    def spoil(module: nn.Module, inputs: Any, output: Any) -> Any:
+    def spoil(module, inputs, output):
         if not isinstance(module, nn.Embedding) or not torch.is_grad_enabled():
             return output
         forwards[0] += 1
@@ -62,7 +62,7 @@ def run(
         output.register_hook(lambda gradient: gradient * float("nan"))
         return output
 
-    def after_step(step: int) -> None:
+    def after_step(step):
         if step == stop_after:
             raise KeyboardInterrupt
 
@@ -76,12 +76,12 @@ def run(
     return ""
 
 
-def left_out(folder: Path) -> list[tuple[int, int]]:
+def left_out(folder):
     """The first and last step of each record."""
     return [(record["first"], record["last"]) for record in read(folder, "skipped.jsonl")]
 
 
-def same_weights(left: Path, right: Path, scratch: Path) -> bool:
+def same_weights(left, right, scratch):
     return same(*(flat(final_weights(folder, scratch)) for folder in (left, right)))
 
 
@@ -126,7 +126,7 @@ def test_the_budget_ends_the_run_on_all_ranks(small, tmp_path):
     assert left_out(tmp_path) == [(3, 3), (6, 6)]
 
 
-def judge_all(folder: Path, failures: Failures, pairs: list[tuple[float, float]]) -> list[str]:
+def judge_all(folder, failures, pairs):
     """The verdict on each loss with its gradient norm."""
     guard = BadSteps(failures, folder)
     return [guard.find_trouble(torch.tensor(loss), torch.tensor(norm)) for loss, norm in pairs]
@@ -169,11 +169,11 @@ def test_spikes_are_measured_by_deviations(tmp_path):
     assert kinds == ["loss 2.6040", "gradient norm 5.2100", ""]
 
 
-def timeouts(arguments: list[str]) -> list[set[float]]:
+def timeouts(arguments):
     """The longest waits of all groups of this rank: before the first step, in which another comes, and after it."""
     found: list[set[float]] = []
 
-    def look(stop: StopRequest) -> bool:
+    def look(stop):
         groups = dist.distributed_c10d._world.pg_map
         found.append({group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups})
         return len(found) > 1
@@ -194,16 +194,16 @@ def test_timeouts_are_those_of_the_settings(small, tmp_path):
         assert after == {222, 2400}
 
 
-def exit_code(arguments: list[str], *signals: signal.Signals) -> Any:
+def exit_code(arguments, *signals):
     """Of a rank alone on its node; rank 1 gets the signals after step 2. None leaves before rank 0 has said why."""
     os.environ["LOCAL_RANK"] = "0"
     config = load_config(arguments)
 
-    def say_slowly(*ended: Any) -> bool:
+    def say_slowly(*ended):
         time.sleep(1)
         return record_exit(*ended)
 
-    def after_step(step: int) -> None:
+    def after_step(step):
         if dist.get_rank() == 1 and step == 2:
             for number in signals:
                 os.kill(os.getpid(), number)
@@ -238,8 +238,8 @@ def test_a_second_ctrl_c_is_a_persons_wish_and_starts_nothing_again(small, tmp_p
     assert (ended["kind"], ended["cause"], ended["start_again"]) == ("stopped", "stopped by SIGINT, at once", False)
 
 
-def interrupt_twice(arguments: list[str]) -> None:
-    def after_step(step: int) -> None:
+def interrupt_twice(arguments):
+    def after_step(step):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -293,9 +293,7 @@ run_and_leave(train.main)
 """
 
 
-def start_node(
-    folder: Path, ranks: int, how: str, *words: str, restarts: int = 0, shutdown: int = 30
-) -> tuple[int, str]:
+def start_node(folder, ranks, how, *words, restarts=0, shutdown=30):
     """What launch/node.sh ends with and prints, for a run in folder/run whose last rank ends as `how` says."""
     (folder / "rank.py").write_text(RANK)
     torchrun = ("--nnodes=1", f"--nproc-per-node={ranks}", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0")
@@ -356,11 +354,11 @@ def test_a_node_whose_ranks_are_all_killed_starts_again_until_that_leads_nowhere
 # ---------------------------------------------------------------- starts
 
 
-def stop_before_training(arguments: list[str]) -> Any:
+def stop_before_training(arguments):
     """Rank 0 is asked to stop in the load, as torchrun also does when rank 1, if there is one, is killed there."""
     os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
 
-    def load(self: CheckpointManager) -> int:
+    def load(self):
         other = self.ranks.all_gather_object(os.getpid())[-1]
         if dist.get_rank() == 1:
             os.kill(other, signal.SIGKILL)
@@ -384,7 +382,7 @@ def test_a_rank_that_is_asked_to_stop_before_training_says_why(ranks, kind, smal
     assert ended["cause"].startswith(cause)
 
 
-def notes(arguments: list[str]) -> tuple[bool, bool]:
+def notes(arguments):
     """Whether this rank, alone on its node, notes the start and the end there."""
     os.environ["LOCAL_RANK"] = "0"
     start = mock.patch("run.run.note_start", wraps=note_start)

@@ -1,7 +1,6 @@
 """Float8 among ranks: bytes gathered, scales, torchao's own bits, whole runs. Layouts: test_layouts."""
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from config import Config, Float8
+from config import Float8
 from float8.convert import convert_to_float8
 from models.weights import build_refresh
 from parallel.fsdp import apply_fsdp
@@ -28,13 +27,13 @@ LAYERS = 2
 class Traffic(TorchDispatchMode):
     """Counts what goes over the network: bytes of each all-gather, in order, and the all-reduces of maxima."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.gathered_bytes: list[int] = []  # by FSDP2
         self.gathered_activations: list[int] = []  # by tensor parallelism
         self.max_reductions = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, (DTensor, Float8TrainingTensor)) for kind in types):
             return NotImplemented  # first their own dispatch, which then does the communication
         result = func(*args, **(kwargs or {}))
@@ -47,7 +46,7 @@ class Traffic(TorchDispatchMode):
         return result
 
 
-def config_for(shards: int, float8: dict[str, Any] | None = None, tp: int = 1) -> Config:
+def config_for(shards, float8=None, tp=1):
     settings = Float8(**{"enable": True, "filter": "all", **(float8 or {})})
     return parity.config_for(1, shards, param_dtype="bfloat16", float8=settings, tp=tp)
 
@@ -55,11 +54,11 @@ def config_for(shards: int, float8: dict[str, Any] | None = None, tp: int = 1) -
 BFLOAT16 = {"enable": False}
 
 
-def losses(config: Config, steps: int) -> list[float]:
+def losses(config, steps):
     return losses_of(config, steps, hidden_dim=128, n_layers=LAYERS)
 
 
-def traffic(config: Config) -> tuple[list[int], list[int], int]:
+def traffic(config):
     """Of a step: the bytes of every all-gather by FSDP2 and by tp, and the all-reduces of maxima."""
     with Traffic() as counted:
         losses(config, 1)
@@ -94,7 +93,7 @@ def test_rows_that_three_ranks_cannot_share_evenly():
     assert chosen == run_ranks(3, losses, config_for(3, {"fsdp_all_gather": "off"}), 2)
 
 
-def bits_beside_torchao(ranks: int, recipe: str, gradient_scale: float, kernels: str) -> list[bool]:
+def bits_beside_torchao(ranks, recipe, gradient_scale, kernels):
     """Whether y, dx, dw of our layer have the bits of torchao's own module, alone with the whole weight.
 
     Ours is under FSDP2, or on a rank alone.
@@ -132,7 +131,7 @@ def bits_beside_torchao(ranks: int, recipe: str, gradient_scale: float, kernels:
     return [torch.equal(*pair) for pair in pairs]
 
 
-def all_bits_beside_torchao(ranks: int) -> dict[tuple[str, float], list[bool]]:
+def all_bits_beside_torchao(ranks):
     found = {}
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "own tensorwise", "own rowwise"):
         name = recipe.removeprefix("own ")

@@ -1,7 +1,6 @@
 """Golden runs: this code trains as the code of an earlier commit did, and resumes its run."""
 
 import shutil
-from typing import Any
 
 import pytest
 import torch
@@ -30,7 +29,7 @@ TOLERANCES: dict[str, dict[str, tuple[float, float, float]]] = {
 }
 
 
-def check(values: dict[str, Any], name: str) -> None:
+def check(values, name):
     """The figures of a run against the golden ones."""
     golden = STORED["cases"][name]
     allowed = TOLERANCES["-".join(part for part in name.split("-") if "float" in part)]

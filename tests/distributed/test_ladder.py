@@ -1,7 +1,6 @@
 """Ladders: what the rule gives against a count by hand, the fit against known constants, a whole small ladder."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -28,15 +27,13 @@ SIZES = {name: f"{{model.dim = {dim}, model.hidden_dim = {3 * dim}, model.n_head
          for name, dim in (("a", 8), ("b", 12), ("c", 16), ("d", 24))}  # fmt: skip
 
 
-def write_ladder(
-    folder: Path, dataset: Path, multiples: str = "[0.1, 0.2]", rule: str = "", sizes: int = 4, decay: str = "0.25"
-) -> Path:
+def write_ladder(folder, dataset, multiples="[0.1, 0.2]", rule="", sizes=4, decay="0.25"):
     rows = [f"{name} = {size}" for name, size in list(SIZES.items())[:sizes]]
     text = LADDER.format(multiples=multiples, rule=rule, sizes="\n".join(rows), decay=decay)
     return write_study(folder, dataset, text)
 
 
-def count(dim: int) -> int:
+def count(dim):
     """The parameters of one layer, without the embedding: wq, wk, wv, wo; w1, w2, w3; three norms; the output."""
     return 4 * dim * dim + 3 * dim * 3 * dim + 3 * dim + 512 * dim
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 WORDS = (f"--config={ROOT}/train_configs/debug.toml", "--data.datasets=[]", "--optimizer.lr=3e-3")
 
 
-def verdicts(table: Table) -> dict[str, Verdict]:
+def verdicts(table):
     return dict(compare_layouts([*WORDS, *table.words], table.layouts, **table.shape))
 
 
@@ -39,7 +39,7 @@ def test_every_layout_trains_as_a_plain_loop(name, ranks):
     assert found.keys() == layouts.keys()
 
 
-def train_by_torch() -> Trace:
+def train_by_torch():
     """The same steps by torch's own AdamW and loss, all weights together."""
     config, spec, flavor = given = open_small([*WORDS, "--training.local_batch_size=16"], Layout(1), {})
     settings = config.optimizer

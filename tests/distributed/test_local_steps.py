@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -32,7 +31,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...], int]] = {
 }
 
 
-def train_plainly(arguments: list[str]) -> dict[str, Any]:
+def train_plainly(arguments):
     """One model for each island in one process, brought together by torch's own SGD with Nesterov momentum."""
     config = load_config(arguments)
     training = config.training
@@ -129,11 +128,11 @@ def test_a_run_that_ends_with_a_meeting_does_not_meet_again(small, tmp_path):
         assert at_the_end == at_the_step
 
 
-def note_meetings(arguments: list[str]) -> list[list[bytes]]:
+def note_meetings(arguments):
     """The weights after each meeting, as bytes."""
     weights, meet = [], OuterOptimizer.meet
 
-    def meet_and_note(islands: OuterOptimizer) -> None:
+    def meet_and_note(islands):
         meet(islands)
         weights.append([weight.detach().numpy().tobytes() for weight in islands.parameters])
 
@@ -142,16 +141,16 @@ def note_meetings(arguments: list[str]) -> list[list[bytes]]:
     return weights
 
 
-def stop_after_7(arguments: list[str]) -> list[dict[str, bytes]]:
+def stop_after_7(arguments):
     """The weights that this rank had at each save, as bytes."""
     config, saved, save = load_config(arguments), [], CheckpointManager.save
 
-    def note_and_save(manager: CheckpointManager, step: int, *rest: Any, **options: Any) -> Any:
+    def note_and_save(manager, step, *rest, **options):
         weights = model_tensors(manager.model).items()
         saved.append({name: value.detach().numpy().tobytes() for name, value in weights})  # one rank is an island
         return save(manager, step, *rest, **options)
 
-    def after_step(step: int) -> None:
+    def after_step(step):
         if step == 7:
             (Path(config.run.folder) / "stop").touch()
 

@@ -4,9 +4,7 @@ import concurrent.futures
 import gc
 import resource
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -35,12 +33,12 @@ from train import train
 # ---------------------------------------------------------------- clocks
 
 
-def train_by_a_clock(arguments: list[str]) -> None:
+def train_by_a_clock(arguments):
     """A step takes 4 s, and 0.25 s of waiting for each of its 4 microbatches; what is no step takes far longer."""
     now = [0.0]
 
-    def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
+    def taking(seconds, function):
+        def call(*arguments, **options):
             now[0] += seconds
             return function(*arguments, **options)
 
@@ -72,11 +70,11 @@ def test_saves_validations_and_samples_are_no_time_of_a_step(small, tmp_path):
 # ---------------------------------------------------------------- what a loss that is not finite must not reach
 
 
-def train_in_vain(arguments: list[str], stop_after: int = 0) -> str:
+def train_in_vain(arguments, stop_after=0):
     """The error that ends the run, which is asked to stop after a step."""
     config = load_config(arguments)
 
-    def after_step(step: int) -> None:
+    def after_step(step):
         if step == stop_after:
             Path(config.run.folder, "stop").touch()
 
@@ -105,11 +103,11 @@ def test_a_loss_that_is_not_finite_is_found_before_anything_is_due(words, stop_a
 # ---------------------------------------------------------------- saves in the background
 
 
-def train_without_room(arguments: list[str], stop_after: int) -> str:
+def train_without_room(arguments, stop_after):
     """Writes fail. Each has ended when its save returns."""
     save = CheckpointManager.save
 
-    def save_and_await(manager: CheckpointManager, *step: Any) -> None:
+    def save_and_await(manager, *step):
         save(manager, *step)
         assert manager.under_way
         concurrent.futures.wait([manager.under_way])
@@ -131,17 +129,17 @@ def test_a_save_in_the_background_that_fails_ends_the_run_at_once(stop_after, la
 # ---------------------------------------------------------------- the process, and its end
 
 
-def train_and_look(arguments: list[str]) -> tuple[list[int], list[str], list[Any]]:
+def train_and_look(arguments):
     """The steps in which garbage is collected, the threads that are left, and how torch and the process are set up."""
     before, collected, step = set(threading.enumerate()), list[int](), 1
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
 
-    def note(phase: str, _: Any) -> None:
+    def note(phase, _):
         if phase == "start" and not gc.isenabled():  # the loop collects by itself
             collected.append(step)
 
-    def after_step(ended: int) -> None:
+    def after_step(ended):
         nonlocal step
         step = ended + 1
 

@@ -1,7 +1,6 @@
 """Muon: its update beside torch's, what it sends, resumes; groups of weights."""
 
 import copy
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -46,7 +45,7 @@ def test_a_run_in_bfloat16_trains_by_torchs_muon(state_dtype, monkeypatch):
         assert optimizer.state[weight]["momentum_buffer"].dtype == getattr(torch, state_dtype)
 
 
-def numbers_sent() -> tuple[int, int]:
+def numbers_sent():
     """Numbers that this rank of two shards x two replicas sends to others in a step, and matrices that it computes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     weights = [distribute_tensor(torch.randn(8, 6), mesh, [Replicate(), Shard(0)]) for _ in range(8)]
@@ -56,7 +55,7 @@ def numbers_sent() -> tuple[int, int]:
     optimizer = build_optimizer([model], Optimizer(name="muon"))
     sent, me, send = 0, dist.get_rank(), dist.all_to_all_single
 
-    def count(received: Any, data: Any, sizes: Any, sent_sizes: list[int], **options: Any) -> Any:
+    def count(received, data, sizes, sent_sizes, **options):
         nonlocal sent
         sent += sum(sent_sizes) - sent_sizes[me]
         return send(received, data, sizes, sent_sizes, **options)
@@ -80,11 +79,11 @@ def test_each_matrix_is_computed_once_and_its_parts_travel_once():
     assert max(sent) == min(sent)
 
 
-def resume_without_a_step(arguments: list[str]) -> None:
+def resume_without_a_step(arguments):
     """train.py in this process, whose optimizer must not step while a checkpoint is loaded."""
     load = CheckpointManager.load
 
-    def load_without_a_step(manager: CheckpointManager) -> int:
+    def load_without_a_step(manager):
         with mock.patch.object(GroupedOptimizer, "step", side_effect=AssertionError("a step")):
             return load(manager)
 

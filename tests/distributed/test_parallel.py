@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections import Counter, defaultdict
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from config import Config
 from loss import IGNORED, count_trained
 from norms import Norms, layer_of
 from parallel.context import local_indices, ring_attention
@@ -26,7 +24,7 @@ from tests.parity import CPU, FLAVOR, config_for, losses_of, opened
 from tools.same import SEQ_LEN, SEQUENCES, VOCAB_SIZE, start_in_layout, steps_of, whole
 
 
-def count_calls(collective: str, config: Config, batches: int) -> int:
+def count_calls(collective, config, batches):
     """Of a step of some batches."""
     with mock.patch.object(dist, collective, side_effect=getattr(dist, collective)) as counted:
         losses_of(config, 1, batches)
@@ -47,7 +45,7 @@ def test_ranks_sum_gradients_once_a_step(world_size, collective, config):
     assert max(two_batches) == max(one_batch)
 
 
-def norms_of_layers(config: Config) -> list[tuple[float, float]]:
+def norms_of_layers(config):
     """By layer: the norm of its gradients as a metric, and in float64 of the whole gradients."""
     given = opened(replace_norm(config), 1, 1)
     trainer = start_in_layout(given, CPU)
@@ -60,7 +58,7 @@ def norms_of_layers(config: Config) -> list[tuple[float, float]]:
     return [(norms[f"grad_norm/{layer}"].item(), square**0.5) for layer, square in squares.items()]
 
 
-def replace_norm(config: Config) -> Config:
+def replace_norm(config):
     return dataclasses.replace(config, training=dataclasses.replace(config.training, max_norm=0.0))
 
 
@@ -72,7 +70,7 @@ def test_norms_of_layers_are_of_whole_gradients():
                 assert norm == pytest.approx(exact, rel=1e-5)
 
 
-def errors_of_the_ring(positive: bool) -> dict[str, float]:
+def errors_of_the_ring(positive):
     """Of results and gradients in bfloat16, against float64: how many times those of its rounding.
 
     Eight query heads share a key head. If values and the result's gradients are `positive`, sums lose nothing else.
@@ -96,7 +94,7 @@ def errors_of_the_ring(positive: bool) -> dict[str, float]:
     return errors
 
 
-def in_roundings(found: Tensor, exact: Tensor) -> float:
+def in_roundings(found, exact):
     return ((found - exact).norm() / (exact.bfloat16() - exact).norm()).item()
 
 
@@ -110,7 +108,7 @@ def test_the_ring_adds_up_in_float32():
         assert errors["dk"] < 1.95  # 1.83
 
 
-def loss_of_split_logits(size: float) -> None:
+def loss_of_split_logits(size):
     """In bfloat16. With a `size` of 200 exp() overflows, as in a loss that has spiked. No float32 logits are kept."""
     mesh = init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(0)
@@ -145,7 +143,7 @@ TRAINED = {
 }
 
 
-def trained_of_rank() -> list[int]:
+def trained_of_rank():
     found = []
     for dims in TRAINED:
         labels = torch.full((2, 1, 10), IGNORED)
@@ -160,7 +158,7 @@ def test_trained_tokens_are_those_of_the_ranks_that_update_together():
     assert [list(found) for found in zip(*of_ranks, strict=True)] == list(TRAINED.values())
 
 
-def scattered() -> torch.Tensor:
+def scattered():
     own = torch.empty(1024, dtype=torch.bfloat16)
     AllToAllReduceScatter()(
         own, gradients_of(dist.get_rank()).flatten(), dist.distributed_c10d._get_default_group(), None
@@ -168,7 +166,7 @@ def scattered() -> torch.Tensor:
     return own
 
 
-def gradients_of(rank: int) -> torch.Tensor:
+def gradients_of(rank):
     return torch.randn(4, 1024, generator=torch.Generator().manual_seed(rank)).bfloat16()
 
 
@@ -178,7 +176,7 @@ def test_the_own_reduce_scatter_rounds_a_sum_once():
     assert torch.equal(torch.stack(run_ranks(4, scattered)), sums.bfloat16())
 
 
-def norms_of_layouts(max_norm: float) -> list[tuple[float, float, float]]:
+def norms_of_layouts(max_norm):
     """(the norm, that in float64, that in float64 of the clipped gradients) of large gradients in several layouts."""
     whole = 1e-3 * torch.randn(2049, 4096, generator=torch.Generator().manual_seed(0))  # uneven over the ranks
     found = []
@@ -208,13 +206,13 @@ def test_the_gradient_norm_is_right_to_a_millionth_in_every_layout():
 class CountOps(TorchDispatchMode):
     """Counts what is really computed, recomputation included; and the most rows of anything as wide as logits."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.widths: list[int] = []  # columns of each matmul's result
         self.logits = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         self.counts[func.overloadpacket.__name__] += 1
         if func is torch.ops.aten.mm.default:
@@ -224,7 +222,7 @@ class CountOps(TorchDispatchMode):
         return result
 
 
-def most_logits(loss_chunks: int) -> int:
+def most_logits(loss_chunks):
     with CountOps() as ops:
         losses_of(config_for(1, 1, loss_chunks=loss_chunks), 1)
     return ops.logits
@@ -235,11 +233,11 @@ def test_only_a_chunk_of_the_logits_exists_at_a_time():
     assert run_ranks(1, most_logits, 4) == [SEQUENCES * SEQ_LEN // 4]
 
 
-def run_counted(mode: str) -> tuple[float, int, list[int], int]:
+def run_counted(mode):
     """Loss of one step, the bytes autograd keeps for backward, widths of matmuls, attention forwards computed."""
     kept: dict[int, int] = {}
 
-    def pack(x: torch.Tensor) -> torch.Tensor:
+    def pack(x):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 

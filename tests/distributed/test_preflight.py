@@ -43,12 +43,12 @@ def test_the_bad_rank_is_named(change, said):
     assert said in fault
 
 
-def transfers_by_a_clock(seconds: list[float]) -> dict[int, float]:
+def transfers_by_a_clock(seconds):
     """The rates between two ranks whose transfers took so long."""
     now = [0.0]
     ticks = iter([tick for elapsed in seconds for tick in (0.0, elapsed)])
 
-    def perf_counter() -> float:
+    def perf_counter():
         now[0] += next(ticks)
         return now[0]
 

@@ -52,7 +52,7 @@ folder = "{folder}/runs"
 """
 
 
-def write_study(folder: Path, dataset: Path, text: str, steps: int = 4) -> Path:
+def write_study(folder, dataset, text, steps=4):
     (folder / "base.toml").write_text(SMALL_RUN.format(dataset=dataset, steps=steps))
     file = folder / "lab.toml"
     file.write_text(SWEEP.format(folder=folder) + text)
@@ -121,7 +121,7 @@ class Forked:
 
     after_step = staticmethod(lambda step: None)
 
-    def __init__(self, run: Run, world_size: int, place: dict[str, str]):
+    def __init__(self, run, world_size, place):
         self.returncode: int | None = None
         prepare_fork()
         self.pid = os.fork()
@@ -132,16 +132,16 @@ class Forked:
             finally:
                 os._exit(1)
 
-    def poll(self) -> int | None:
+    def poll(self):
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid:
             self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
-    def wait(self) -> None:
+    def wait(self):
         os.waitpid(self.pid, 0)
 
-    def terminate(self) -> None:
+    def terminate(self):
         os.kill(self.pid, signal.SIGTERM)
 
 
@@ -191,7 +191,7 @@ def test_a_failure_stops_no_other_run_and_is_tried_again(tmp_path, dataset, fork
         main([str(file)])
 
 
-def is_running(word: str) -> bool:
+def is_running(word):
     """Whether a process has this word in its command line."""
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
@@ -200,7 +200,7 @@ def is_running(word: str) -> bool:
     return False
 
 
-def stop_parent(step: int) -> None:
+def stop_parent(step):
     if step == 3:
         os.kill(os.getppid(), signal.SIGINT)
 
@@ -233,7 +233,7 @@ def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, dataset, forked, monkeyp
     assert steps == list(range(1, 151)), "no step was trained twice"
 
 
-def finished_run(folder: Path, losses: list[float], lr: float, seed: int) -> Run:
+def finished_run(folder, losses, lr, seed):
     """A run of 10 steps for each loss, recorded by hand."""
     values = {"optimizer.lr": lr, "run.seed": seed}
     name = name_values(values)
@@ -289,13 +289,13 @@ def test_what_begins_from_a_run_that_failed_is_not_started(tmp_path, monkeypatch
     class Ended:
         returncode = 0
 
-        def __init__(self, run: Run, *_: object):
+        def __init__(self, run, *_):
             started.append(run.name)
             if run.name != "bad":
                 run.folder.mkdir(parents=True)
                 record_exit(run.folder, {"kind": "finished"})
 
-        def poll(self) -> int:
+        def poll(self):
             return 0
 
     monkeypatch.setattr("tools.study.start", Ended)

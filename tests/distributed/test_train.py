@@ -9,9 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +19,7 @@ import torch.distributed as dist
 import loss
 from checkpoint import CheckpointError
 from config import ConfigError, load_config, to_toml
-from data.loader import Batch, validation_batches
+from data.loader import validation_batches
 from data.prepare import main as prepare
 from data.shards import DataError, open_dataset
 from generate import main as generate
@@ -71,7 +69,7 @@ def test_a_resumed_run_has_the_same_bits(world_size, words, stop_after, small, t
     assert same(flat(final_weights(cut, tmp_path)), weights)
 
 
-def smooth(logits_BSV: torch.Tensor, labels_BS: torch.Tensor, z_loss: float) -> dict[str, torch.Tensor]:
+def smooth(logits_BSV, labels_BS, z_loss):
     """The terms that CONTRIBUTING.md shows."""
     terms = {"loss": loss.cross_entropy(logits_BSV, labels_BS)}
     log_probs = logits_BSV.float().log_softmax(-1)
@@ -80,7 +78,7 @@ def smooth(logits_BSV: torch.Tensor, labels_BS: torch.Tensor, z_loss: float) -> 
     return terms
 
 
-def run_smoothed(arguments: list[str]) -> None:
+def run_smoothed(arguments):
     with mock.patch.object(loss, "loss_terms", smooth):
         run(arguments)
 
@@ -97,7 +95,7 @@ def test_a_term_of_a_fork_is_trained_and_logged_but_not_validated(small, tmp_pat
     assert plain == pytest.approx(smoothed, rel=0.05)  # 0.1 of the uniform part would show
 
 
-def refusal(arguments: list[str], own: list[str]) -> str:
+def refusal(arguments, own):
     """What train.py says where this rank has one setting of its own."""
     with pytest.raises(ConfigError) as refused:  # which no restart by torchrun can mend
         train(load_config([*arguments, own[int(os.environ["RANK"])]]))
@@ -158,7 +156,7 @@ def source(dataset):
     return [f"--source={dataset.parent / 'text'}", "--validation-fraction=0.1"]
 
 
-def files_in(folder: Path) -> dict[Path, bytes]:
+def files_in(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -192,19 +190,19 @@ def test_a_restart_that_does_not_fit_its_jobs_run_writes_nothing_there(source, s
         assert files_in(outputs) == before
 
 
-def count_tensors(arguments: list[str]) -> list[int]:
+def count_tensors(arguments):
     """How many float tensors there are after each step, while a thread looks at the stack as the watchdog's does.
 
     Tokens do not count: how many batches wait depends on how fast the data's threads are.
     """
     main, ended, looking, counts = threading.get_ident(), threading.Event(), threading.Lock(), []
 
-    def watch() -> None:
+    def watch():
         while not ended.wait(0.001):
             with looking:
                 _stack_of(main)
 
-    def after_step(step: int) -> None:
+    def after_step(step):
         with looking:  # the other thread holds no frame now
             tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
             counts.append(sum(tensor.is_floating_point() for tensor in tensors))
@@ -247,7 +245,7 @@ def log(row):
 """
 
 
-def start_to_step_6(command: list[str], tmp_path: Path) -> tuple[subprocess.Popen[str], list[str]]:
+def start_to_step_6(command, tmp_path):
     """Start torchrun, and return what it has said when rank 0 waits in step 6 for SIGTERM."""
     (tmp_path / "tracker.py").write_text(WAIT)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
@@ -290,11 +288,11 @@ def test_killed_and_stopped_under_torchrun_and_resumed_with_the_same_bits(uninte
     assert list((folder / "tensorboard").glob("events*"))
 
 
-def ask_during_validation(arguments: list[str], asked: bool) -> int:
+def ask_during_validation(arguments, asked):
     """train.py in this process; the batches validated. `asked`: rank 1 is, by SIGUSR1, while it reads the second."""
     taken = 0
 
-    def batches(*place: Any) -> Iterator[Batch]:
+    def batches(*place):
         nonlocal taken
         for batch in validation_batches(*place):
             taken += 1
@@ -320,7 +318,7 @@ def test_asked_to_stop_during_a_validation_it_saves_without_awaiting_its_end(uni
     assert list(validated(tmp_path)) == [10, STEPS]
 
 
-def run_without_held_out_data(arguments: list[str]) -> None:
+def run_without_held_out_data(arguments):
     gone = DataError("held-out data is gone")
     with mock.patch("validation.validation_batches", side_effect=gone), pytest.raises(DataError, match=str(gone)):
         train(load_config(arguments))

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -40,7 +39,7 @@ TEMPLATE = (
 )
 
 
-def save_model(folder: Path) -> None:
+def save_model(folder):
     """A random Llama of transformers'."""
     torch.manual_seed(0)
     shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
@@ -48,7 +47,7 @@ def save_model(folder: Path) -> None:
     LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape, **heads)).save_pretrained(folder)
 
 
-def turns(number: int) -> list[dict[str, str]]:
+def turns(number):
     """A question of which nothing can be known, and its answer, which can."""
     answer = f"n{(number + 1) % NUMBERS}"
     return [{"role": "user", "content": f"after n{number} ?"}, {"role": "assistant", "content": answer}]

@@ -20,7 +20,7 @@ PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 ENVIRONMENT = {**os.environ, "PATH": PATH, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def call(folder: Path, *command: str, **more: str) -> subprocess.CompletedProcess[str]:
+def call(folder, *command, **more):
     return subprocess.run(command, cwd=folder, env=ENVIRONMENT | more, capture_output=True, text=True)
 
 

@@ -4,7 +4,6 @@ import os
 import socket
 import sys
 import traceback
-from pathlib import Path
 from unittest.mock import patch
 
 from config import load_config
@@ -17,12 +16,12 @@ from train import train
 SETTINGS = ("--checkpoint.interval=3", "--validation.enable=false")
 
 
-def settled(folder: Path) -> dict[Path, bytes]:
+def settled(folder):
     """All but the records of steps, to which a start adds until its end."""
     return {path: text for path, text in content(folder).items() if path.suffix != ".jsonl"}
 
 
-def run_elsewhere(arguments: list[str]) -> None:
+def run_elsewhere(arguments):
     """A start on another machine, as far as can be told."""
     with patch.object(socket, "gethostname", lambda: "another"):
         run(arguments)
@@ -39,7 +38,7 @@ def test_a_start_on_another_machine_takes_over_and_the_first_ends_in_one_line(sm
         try:
             sys.stderr = (tmp_path / "stderr.txt").open("w")
 
-            def pause(step: int) -> None:
+            def pause(step):
                 if step == 4:
                     os.write(ready[1], b"x")
                     os.read(goes_on[0], 1)

@@ -6,7 +6,6 @@ import random
 from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -44,22 +43,22 @@ from validation import figures_of, sum_batches
 SEQ_LEN = 16
 
 
-def train_as(words: list[str]) -> None:
+def train_as(words):
     train(load_config(words))
 
 
-def trained_model(run: Path) -> torch.nn.Module:
+def trained_model(run):
     return load_trained(str(run), device=torch.device("cpu"), dtype=torch.float32).model
 
 
-def untrained(flavor: str, dataset: Path) -> Trained:
+def untrained(flavor, dataset):
     tokenizer = open_dataset(str(dataset)).tokenizer()
     model = build_model(*find_model(Model(flavor=flavor), tokenizer.vocab_size)).to_empty(device="cpu")
     init_weights(model, torch.device("cpu"), seed=4)
     return Trained(model, tokenizer, {}, "", torch.device("cpu"))
 
 
-def expected_loss(folder: Path, model: torch.nn.Module) -> tuple[float, int]:
+def expected_loss(folder, model):
     """(mean loss, tokens) of the held-out documents, one after the other, cut into sequences."""
     stream = torch.tensor([t for block in stored_blocks(folder, "validation") for document in block for t in document])
     losses = []
@@ -69,28 +68,28 @@ def expected_loss(folder: Path, model: torch.nn.Module) -> tuple[float, int]:
     return torch.cat(losses).mean().item(), len(stream) - 1
 
 
-def documents(numbers: random.Random, n: int) -> list[list[int]]:
+def documents(numbers, n):
     return [[*(numbers.randrange(1, 500) for _ in range(numbers.randint(3, 60))), 0] for _ in range(n)]
 
 
-def held_out_set(folder: Path, numbers: random.Random, n: int) -> Path:
+def held_out_set(folder, numbers, n):
     """A dataset that holds out `n` documents."""
     return write_dataset(folder, [documents(numbers, 60)], documents(numbers, n))
 
 
-def arguments(run: Path, *datasets: Path) -> list[str]:
+def arguments(run, *datasets):
     words = ["--data.datasets=" + ",".join(map(str, datasets)), f"--run.folder={run}", "--training.steps=4"]
     words += [f"--training.seq_len={SEQ_LEN}", "--training.local_batch_size=4", "--training.param_dtype=float32"]
     words += ["--validation.interval=2", "--validation.max_samples=0", "--metrics.tensorboard=false"]
     return [*words, "--lr_scheduler.warmup_steps=1"]
 
 
-def last_validation(run: Path, key: str) -> dict[str, Any]:
+def last_validation(run, key):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row.get(key) is not None][-1]
 
 
-def drop_some(self: FeedForward, x: torch.Tensor) -> torch.Tensor:
+def drop_some(self, x):
     return self.w2(F.dropout(F.silu(self.w1(x)) * self.w3(x), 0.5, self.training))
 
 
@@ -163,7 +162,7 @@ PAIRS = [(f"{word} ka ki", f" {word}{'é' * (i % 3)} mo") for i, word in enumera
 SPLITS = [["--parallelism.tp=2"], ["--parallelism.cp=2", "--data.mask_documents"], ["--parallelism.pp=2"]]
 
 
-def bits_per_byte(folder: Path, pairs: list[tuple[str, str]]) -> float:
+def bits_per_byte(folder, pairs):
     """Of answers, by transformers, for the tokens for which lm-evaluation-harness asks."""
     TemplateLM = pytest.importorskip("lm_eval.api.model").TemplateLM
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)

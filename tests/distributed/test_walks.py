@@ -67,7 +67,7 @@ NEEDED = {  # option → a setting and its value with which the option would hav
 }
 
 
-def draw_layout(dice: random.Random) -> tuple[int, list[str]]:
+def draw_layout(dice):
     """Ranks and settings of a start. Many do not fit together."""
     drawn = {key: dice.choice(values) for key, values in LAYOUT.items()}
     drawn |= {key: value for key, value in OPTIONS.items() if dice.random() < 0.2}
@@ -78,7 +78,7 @@ def draw_layout(dice: random.Random) -> tuple[int, list[str]]:
     return world_size, ["--compile.backend=aot_eager", *(f"--{key}={value}" for key, value in drawn.items())]
 
 
-def start(dice: random.Random, words: list[str], stop_after: int) -> str:
+def start(dice, words, stop_after):
     """A start in a layout that is drawn till one is not refused; cut off after a step, if not 0, as by a crash."""
     for _ in range(TRIES):
         world_size, layout = draw_layout(dice)

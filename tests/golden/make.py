@@ -29,7 +29,7 @@ import torchao.float8  # noqa: F401  # once, not in every forked rank
 
 from checkpoint.manifest import encode_manifest
 from config import load_config
-from data.loader import Batch, DataLoader
+from data.loader import DataLoader
 from tests.harness import run_ranks
 from train import train
 
@@ -51,7 +51,7 @@ CASES = {name: Case(*(entry[field] for field in Case._fields)) for name, entry i
 Given = list[list[np.ndarray]]  # by step and microbatch: int32 [local_batch_size, 2, seq_len], tokens and labels
 
 
-def given(arguments: list[str], stop_after: int = 0) -> Given:
+def given(arguments, stop_after=0):
     """Train on this rank, a forked process, in the root of the repository. Returns what the run's loader gave it.
 
     With `stop_after` the run is asked to stop, so that this is its last step.
@@ -61,12 +61,12 @@ def given(arguments: list[str], stop_after: int = 0) -> Given:
     next_step = DataLoader.next_step
     steps = []
 
-    def watched(loader: DataLoader) -> list[Batch]:
+    def watched(loader):
         batches = next_step(loader)
         steps.append([np.stack((x.tokens.numpy(), x.labels.numpy()), axis=1).astype("<i4") for x in batches])
         return batches
 
-    def after_step(step: int) -> None:
+    def after_step(step):
         if step == stop_after - 1:  # a request counts after the step that begins then
             (Path(config.run.folder) / "stop").touch()
 
@@ -75,7 +75,7 @@ def given(arguments: list[str], stop_after: int = 0) -> Given:
     return steps
 
 
-def data_hash(ranks: list[Given], dp_size: int) -> str:
+def data_hash(ranks, dp_size):
     """BLAKE2b of the samples of all steps in their order, each its tokens and then its labels. The same in any layout.
 
     Raises AssertionError if ranks that share a dp_rank were given different samples.
@@ -91,7 +91,7 @@ def data_hash(ranks: list[Given], dp_size: int) -> str:
     return digest.hexdigest()
 
 
-def figures(folder: Path) -> dict[str, list[float]]:
+def figures(folder):
     """What a run has written into its metrics: the figures of each step, from the first on."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     trained = [row for row in rows if row["loss"] is not None]
@@ -103,13 +103,13 @@ def figures(folder: Path) -> dict[str, list[float]]:
     }
 
 
-def run_case(case: Case, folder: Path) -> dict[str, Any]:
+def run_case(case, folder):
     """A fresh run in a new folder: its figures, and the hash of its data."""
     ranks = run_ranks(case.world_size, given, [*case.arguments, f"--run.folder={folder}"], start_group=False)
     return {"data": data_hash(ranks, case.dp_size), **figures(folder)}
 
 
-def make_run() -> None:
+def make_run():
     """The run folder, without the name of this machine."""
     folder, name = GOLDEN / "run", "golden:/golden/run"
     shutil.rmtree(folder, ignore_errors=True)
@@ -122,7 +122,7 @@ def make_run() -> None:
     manifest.write_bytes(encode_manifest({**json.loads(manifest.read_bytes())["manifest"], "run": name}))
 
 
-def make_runs() -> None:
+def make_runs():
     """The figures in runs.json."""
     for name, case in CASES.items():
         with tempfile.TemporaryDirectory() as folder:

@@ -5,14 +5,10 @@ TEST_GPU=1 python -m pytest tests/gpu
 
 import multiprocessing
 import warnings
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from config import load_config
 from models.llama.model import attention, causal_mask
@@ -23,11 +19,11 @@ from train import train
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU and TEST_GPU=1")
 
 
-def run(folder: Path, *options: str) -> list[str]:
+def run(folder, *options):
     """Ten steps of train.py; the host's waits for the device in steps 4 to 9, in which nothing is due."""
     dataset = write_dataset(folder / "set", [[[*range(1, 500), 0]] * 200], vocab_size=512, block_tokens=2000)
 
-    def after_step(step: int) -> None:
+    def after_step(step):
         if step in (3, 9):
             torch.cuda.set_sync_debug_mode("warn" if step == 3 else "default")
 
@@ -57,18 +53,18 @@ def test_no_step_waits_for_the_device(options, tmp_path):
 NOISE = 2e-2  # of bfloat16; on CPU 0.002 in the result and 0.007 in the gradients of keys and values
 
 
-def heads(n: int, tokens: int, head_dim: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def heads(n, tokens, head_dim, dtype=torch.bfloat16):
     """Random values [B, n, S, H] as a block has them: transposed."""
     return torch.randn(2, tokens, n, head_dim, device="cuda", dtype=dtype).transpose(1, 2)
 
 
-def with_gradients(inputs: Sequence[Tensor], mask: Tensor | BlockMask | None, grad: Tensor) -> tuple[Tensor, ...]:
+def with_gradients(inputs, mask, grad):
     inputs = [x.detach().requires_grad_() for x in inputs]
     out = attention(*inputs, mask)
     return out.detach(), *torch.autograd.grad(out, inputs, grad)
 
 
-def check(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+def check(found, expected):
     for ours, wanted in zip(found, expected, strict=True):
         assert (ours.cpu().float() - wanted).norm() < NOISE * wanted.norm()
 

@@ -30,7 +30,7 @@ LINE_TOLERANCE = 0.05
 Layout = tuple[Tensor, Tensor]  # values [M, N], and their scales
 
 
-def layouts(recipe: str, source: str, gradient: bool, device: str) -> list[Layout]:
+def layouts(recipe, source, gradient, device):
     """Rows and columns of each output, computed on a device. The third of "gate_grad" has columns alone."""
     tensors = [tensor.to(device) for tensor in operands(source, SHAPE, 1e-4)]
     found = []
@@ -41,7 +41,7 @@ def layouts(recipe: str, source: str, gradient: bool, device: str) -> list[Layou
     return found
 
 
-def lines_agree(found: Tensor, expected: Tensor) -> bool:
+def lines_agree(found, expected):
     """Whether each row is that of plain torch, but for values whose last bit differed before the cast."""
     return bool(((found - expected).norm(dim=1) <= LINE_TOLERANCE * expected.norm(dim=1)).all())
 

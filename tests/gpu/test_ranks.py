@@ -63,7 +63,7 @@ TABLES = {
 }
 
 
-def here(layout: Layout) -> Layout:
+def here(layout):
     """With the compiler and the tolerances of this device."""
     words = layout.words
     if ON_GPU:

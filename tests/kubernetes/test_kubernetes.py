@@ -31,7 +31,7 @@ EVICT = ("stop", "--time=120")  # SIGTERM, and SIGKILL after the manifests' grac
 pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
-def call(*words: str | Path) -> str:
+def call(*words):
     return subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
@@ -60,7 +60,7 @@ def secret(tmp_path, monkeypatch):
             yield s3_environment(endpoint)
 
 
-def overlay(arguments: list[str]) -> list[str]:
+def overlay(arguments):
     """A pod's arguments for a small model on a CPU, with the variables that Kubernetes fills in."""
     text = "\n".join([*arguments, *OPERATORS["small"]])
     for old, new in OPERATORS["filled in"].items():
@@ -71,7 +71,7 @@ def overlay(arguments: list[str]) -> list[str]:
 class Pod:
     """A pod of two, with the environment that its operator gives it."""
 
-    def __init__(self, kind: str, node: str, runs: Path, secret: dict[str, str]):
+    def __init__(self, kind, node, runs, secret):
         _, arguments = pod_and_arguments(kind)
         self.name = OPERATORS[kind]["name"] + node
         environment = OPERATORS[kind]["environment"] | secret
@@ -80,13 +80,13 @@ class Pod:
         with runs.with_name(f"{self.name}.log").open("a") as log:
             self.process = subprocess.Popen([*words, IMAGE, *overlay(arguments)], stdout=log, stderr=log)
 
-    def end(self, how: tuple[str, str]) -> int:
+    def end(self, how):
         """KILL or EVICT it. Returns its exit code."""
         subprocess.run([*PODMAN, *how, self.name], capture_output=True)
         return self.process.wait()
 
 
-def start_pods(kind: str, runs: list[Path], secret: dict[str, str], step: int) -> list[Pod]:
+def start_pods(kind, runs, secret, step):
     """Two pods, once the run has logged so many steps, with those that a kill made void. Fails if one ends before."""
     pods = [Pod(kind, node, folder, secret) for node, folder in zip("01", runs, strict=True)]
     while len(call(*PODMAN, "ps", "--quiet").split()) < 2 or len(read_records(runs[0] / JOB / "metrics.jsonl")) < step:

@@ -1,8 +1,7 @@
 """An HTTP server of which a test says each answer."""
 
-import ssl
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -11,13 +10,13 @@ Answer = Callable[[BaseHTTPRequestHandler], tuple[int, dict[str, str], bytes]]
 
 
 @contextmanager
-def answering(answer: Answer, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+def answering(answer, tls=None):
     """Start it; yields its endpoint, https with `tls`; stops it at the end."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.rfile.read(int(self.headers["Content-Length"] or 0))
             status, headers, body = answer(self)
             self.send_response(status)
@@ -29,7 +28,7 @@ def answering(answer: Answer, tls: ssl.SSLContext | None = None) -> Iterator[str
 
         do_HEAD = do_PUT = do_POST = do_GET
 
-        def log_message(self, *arguments: object) -> None:
+        def log_message(self, *arguments):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:

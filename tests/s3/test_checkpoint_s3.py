@@ -18,13 +18,13 @@ IMPATIENT = {**WAITS, "retry_seconds": 1}
 DAMAGES = int(os.environ.get("DAMAGES", "12"))
 
 
-def store_at(url: str) -> S3Store:
+def store_at(url):
     store = open_store(url, 20)
     assert isinstance(store, S3Store)
     return store
 
 
-def content(url: str) -> dict[str, bytes]:
+def content(url):
     return {name: bytes(store_at(url).read(name)) for name in store_at(url).sizes()}
 
 

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -82,12 +81,12 @@ def output(request, bucket, tmp_path, monkeypatch):
     return f"{bucket}/sets/out" if request.param == "s3" else f"{tmp_path}/out"
 
 
-def run(options: dict[str, Any], output: str, **more: object) -> None:
+def run(options, output, **more):
     given = options | more
     prepare([str(given.pop("source"))], output, **given)
 
 
-def contents(output: str) -> dict[str, bytes]:
+def contents(output):
     """Everything there but the lock."""
     system, path = fsspec.core.url_to_fs(output, skip_instance_cache=True)
     return {name.removeprefix(path): system.cat_file(name) for name in system.find(path) if ".lock" not in name}
@@ -169,7 +168,7 @@ def test_a_lost_scheduler_is_one_line_and_another_cluster_goes_on(
     cluster, other = clusters
     real = workers.cluster_map
 
-    def losing_map(client: Any) -> workers.Map:
+    def losing_map(client):
         return lambda *work: (cluster.scheduler.kill() or result for result in real(client)(*work))
 
     with monkeypatch.context() as patch:

@@ -9,7 +9,6 @@ import fsspec
 import pytest
 import torch
 
-from config import Config
 from data.files import Cache
 from data.loader import DataLoader, validation_batches
 from data.shards import DataError
@@ -34,14 +33,14 @@ def remote(local, bucket):
     return f"{bucket}/data/set"
 
 
-def config_of(url, tmp_path, **overrides) -> Config:
+def config_of(url, tmp_path, **overrides):
     overrides = {"data__window_blocks": 3, "comm__store_retry_seconds": 20, **overrides}
     return data_config(
         url, training__seq_len=8, training__local_batch_size=4, data__cache_folder=str(tmp_path / "cache"), **overrides
     )
 
 
-def epoch_of(config: Config, rank: int = 0, size: int = 1) -> list[list[int]]:
+def epoch_of(config, rank=0, size=1):
     """A little more than one epoch of batches."""
     loader = DataLoader(config, rank, size)
     batches = [loader.next_step()[0].tokens.flatten().tolist() for _ in range(35 // size)]
@@ -75,7 +74,7 @@ def test_each_block_is_fetched_once_for_all_ranks_of_a_node(remote, tmp_path, pr
     assert proxy.counts()["get"] == once + 2 * small
 
 
-def ranks_epoch(config: Config) -> list[list[int]]:
+def ranks_epoch(config):
     return epoch_of(config, torch.distributed.get_rank(), 3)
 
 

@@ -19,7 +19,7 @@ from tests.s3.server import s3_environment
 from tests.s3.stub import answering
 
 
-def store_at(url: str, retry_seconds: float = 2) -> S3Store:
+def store_at(url, retry_seconds=2):
     store = open_store(url, retry_seconds)
     assert isinstance(store, S3Store)
     store.client = store.connect()  # takes a while on a busy machine, of which no wait is part
@@ -36,7 +36,7 @@ def small_parts_and_pauses(monkeypatch):
 def endpoint(monkeypatch):
     """A function that makes a store at a made-up server."""
 
-    def use(url: str, retry_seconds: float = 1) -> S3Store:
+    def use(url, retry_seconds=1):
         for name, value in s3_environment(url).items():
             monkeypatch.setenv(name, value)
         return store_at("s3://bucket/run", retry_seconds)
@@ -149,7 +149,7 @@ def test_bytes_that_were_not_asked_for_are_no_damage(endpoint):
                 store.read("file", 7, 4)
 
 
-def xml(code: str) -> bytes:
+def xml(code):
     return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>told so</Message></Error>".encode()
 
 

@@ -6,9 +6,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from tests.ports import free_port
 
@@ -47,7 +45,7 @@ PartitionName=high Nodes=n1,n2 PriorityTier=2 PreemptMode=OFF State=UP
 """
 
 
-def missing() -> str:
+def missing():
     """Why no Slurm can be had here; empty: it can."""
     absent = [name for name in PROGRAMS if not shutil.which(name)]
     if absent:
@@ -56,7 +54,7 @@ def missing() -> str:
 
 
 @contextmanager
-def slurm(folder: Path) -> Iterator[dict[str, str]]:
+def slurm(folder):
     """Start a cluster of nodes n1 and n2, partitions `low` and `high`; yields the environment for its commands."""
     (folder / "munge").mkdir(parents=True)
     (folder / "munge").chmod(0o755)
@@ -91,12 +89,12 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
         log.close()
 
 
-def _states(environment: dict[str, str]) -> set[str]:
+def _states(environment):
     command = ["sinfo", "--noheader", "--format=%T", "--partition=low"]
     return set(subprocess.run(command, env=environment, capture_output=True, text=True).stdout.split())
 
 
-def _wait(ready: object, folder: Path) -> None:
+def _wait(ready, folder):
     deadline = time.monotonic() + START_SECONDS
     while not ready():  # type: ignore[operator]
         logs = "\n".join(path.read_text(errors="replace")[-1500:] for path in folder.glob("*.log"))

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,25 +39,25 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 class Cluster:
     """A Slurm of two nodes, and one job on it."""
 
-    def __init__(self, folder: Path, environment: dict[str, str], dataset: Path):
+    def __init__(self, folder, environment, dataset):
         self.folder, self.environment, self.dataset, self.job = folder, environment, dataset, ""
 
-    def call(self, *command: str) -> str:
+    def call(self, *command):
         done = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def submit(self, run: Path, *settings: str, **environment: str) -> None:
+    def submit(self, run, *settings, **environment):
         self.log = self.folder / f"{run.name}.log"
         export = ",".join(["ALL", f"RUN_FOLDER={run}", *(f"{name}={value}" for name, value in environment.items())])
         options = ["--partition=low", "--gpus-per-node=0", f"--output={self.log}", f"--export={export}"]
         words = [*SETTINGS, f"--data.datasets={self.dataset}", *settings]
         self.job = self.call("sbatch", "--parsable", *options, "launch/slurm.sh", *words)
 
-    def field(self, name: str) -> str:
+    def field(self, name):
         return self.call("scontrol", "show", "job", self.job).partition(f"{name}=")[2].split()[0]
 
-    def wait(self, ready: Callable[[], bool], what: str, dead: set[str] = DEAD) -> None:
+    def wait(self, ready, what, dead=DEAD):
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not ready():
             if time.monotonic() > deadline or self.field("JobState") in dead:
@@ -78,7 +77,7 @@ def cluster(tmp_path_factory):
         yield Cluster(folder, environment, dataset)
 
 
-def steps(run: Path) -> list[int]:
+def steps(run):
     return [row["step"] for row in read_records(run / "metrics.jsonl")]
 
 
@@ -156,7 +155,7 @@ def test_a_study_is_an_array_of_jobs(cluster, tmp_path, monkeypatch, capsys):
     assert re.search("^all +3 ", capsys.readouterr().out, re.MULTILINE), "all are in the mean"
 
 
-def _read(file: Path) -> bytes:
+def _read(file):
     try:
         return file.read_bytes()
     except OSError:  # the process has ended

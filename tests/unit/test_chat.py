@@ -20,7 +20,7 @@ from config import TitaniteError
 from data.chat import ChatTemplate, chat_of, read_conversation
 from data.packing import HIDDEN, START, TOKEN_BITS
 from data.prepare import main as prepare
-from data.prepare.tuning import Example, encode_conversation, use_template
+from data.prepare.tuning import encode_conversation, use_template
 from data.tokenizer import Tokenizer, load_tokenizer
 from tests.corpus import stored_blocks
 from tests.unit.test_generate import SPECIAL, byte_tokenizer
@@ -31,7 +31,7 @@ BEGIN = "{% for m in messages %}<|im_start|>{{ m.role }}:"
 ASK = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
 
 
-def template(answer: str, other: str = "{{ m.content }}<|im_end|>", begin: str = BEGIN) -> str:
+def template(answer, other="{{ m.content }}<|im_end|>", begin=BEGIN):
     """A template that marks what `answer` prints."""
     marked = "{% generation %}" + answer + "{% endgeneration %}"
     return begin + "{% if m.role == 'assistant' %}" + marked + "{% else %}" + other + "{% endif %}" + ASK
@@ -43,19 +43,19 @@ TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
 WITH_TOOLS = TOOLS + template("{{ m.reasoning_content }}{{ m.content }}" + CALLS + "<|im_end|>")
 
 
-def tokenizer(source: str) -> Tokenizer:
+def tokenizer(source):
     """It begins each text with a bos, which is not to be added to what a template prints."""
     raw = byte_tokenizer(*SPECIAL, "<s>").raw
     raw.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", raw.token_to_id("<s>"))])
     return Tokenizer(raw, "<|endoftext|>", bos_token="<s>", chat_template=source)
 
 
-def transformers_of(ours: Tokenizer) -> Any:
+def transformers_of(ours):
     raw = RawTokenizer.from_str(ours.raw.to_str())
     return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="<|endoftext|>")
 
 
-def trained_texts(ours: Tokenizer, example: Example) -> list[str]:
+def trained_texts(ours, example):
     runs = itertools.groupby(zip(*example, strict=True), key=itemgetter(1))
     return [ours.raw.decode([id for id, _ in run], skip_special_tokens=False) for trained, run in runs if trained]
 

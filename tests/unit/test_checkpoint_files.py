@@ -46,11 +46,11 @@ def run(tmp_path, trained):
     return trained
 
 
-def newest(folder: Path) -> Path:
+def newest(folder):
     return folder / committed(open_store(folder))[0]
 
 
-def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+def assert_same(left, right):
     assert same(left, right) == []
 
 
@@ -90,7 +90,7 @@ def test_an_error_that_all_ranks_raise_still_says_its_cause(way):
 class OfTwoWords(Exception):
     """Does not come back from its pickle, which would leave other ranks waiting."""
 
-    def __init__(self, first: str, second: str) -> None:
+    def __init__(self, first, second):
         super().__init__(f"{first} {second}")
 
 
@@ -170,7 +170,7 @@ def test_a_linked_checkpoint_is_loaded_and_only_the_link_is_ever_removed(tmp_pat
 class Payload:
     """Runs a command when unpickled."""
 
-    def __init__(self, marker: Path) -> None:
+    def __init__(self, marker):
         self.marker = marker
 
     def __reduce__(self):

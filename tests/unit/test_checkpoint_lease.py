@@ -6,7 +6,6 @@ import shutil
 import socket
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,12 +25,12 @@ from tests.runs import content
 class Case:
     """A place of checkpoints outside of any run's folder, and starts of runs that save there."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root):
         self.root = root
         self.saved = root / "saved"
         self.folder = root / "run"
 
-    def begin(self, folder: Path, **settings: Any) -> Run:
+    def begin(self, folder, **settings):
         """A start of the run in `folder` that may begin, and has recorded itself there."""
         settings = {"interval": 1, "keep": 2} | settings
         config = Config(checkpoint=Checkpoint(folder=str(self.saved), **settings))
@@ -40,7 +39,7 @@ class Case:
         record_start(folder, config, IDENTITY, 1, run.checkpoint.start)
         return run
 
-    def train(self, folder: Path, last: int, **settings: Any) -> Run:
+    def train(self, folder, last, **settings):
         run = self.begin(folder, **settings)
         run.train(run.checkpoint.load(), last)
         return run
@@ -51,19 +50,19 @@ def case(tmp_path):
     return Case(tmp_path)
 
 
-def of_a_run_under_way(case: Case) -> Path:
+def of_a_run_under_way(case):
     case.train(case.folder, 3)
     return Path(shutil.copytree(case.folder, case.root / "copy"))
 
 
-def before_any_checkpoint(case: Case) -> Path:
+def before_any_checkpoint(case):
     case.begin(case.folder).checkpoint.load()
     copy = Path(shutil.copytree(case.folder, case.root / "copy"))
     case.train(case.folder, 2)
     return copy
 
 
-def of_a_run_that_has_moved(case: Case) -> Path:
+def of_a_run_that_has_moved(case):
     case.train(case.folder, 2)
     case.train(case.folder.rename(case.root / "moved"), 3)
     return Path(shutil.copytree(case.root / "moved", case.folder))
@@ -83,19 +82,19 @@ def test_a_copy_does_not_go_on_with_the_runs_checkpoints(case, copy):
     assert locate(folder)[0][1] == committed(open_store(case.saved))[0]
 
 
-def moved(case: Case) -> Path:
+def moved(case):
     case.train(case.folder, 1)
     return case.folder.rename(case.root / "moved")
 
 
-def moved_there_and_back(case: Case) -> Path:
+def moved_there_and_back(case):
     case.train(case.folder, 1)
     there = case.folder.rename(case.root / "moved")
     case.begin(there).checkpoint.load()
     return there.rename(case.folder)
 
 
-def made_again(case: Case) -> Path:
+def made_again(case):
     """The folder was lost with its machine, or is on a node's own disk; the next start was killed before it saved."""
     case.train(case.folder, 1)
     shutil.rmtree(case.folder)
@@ -103,7 +102,7 @@ def made_again(case: Case) -> Path:
     return case.folder
 
 
-def restored(case: Case) -> Path:
+def restored(case):
     """An older state of the folder, from a backup."""
     case.begin(case.folder)
     backup = Path(shutil.copytree(case.folder, case.root / "backup"))
@@ -177,7 +176,7 @@ def test_a_save_under_way_is_not_committed_once_another_start_has_begun(case, ho
     written, goes_on = threading.Event(), threading.Event()
     commit = manager.CheckpointManager._commit
 
-    def wait(*arguments: Any) -> None:
+    def wait(*arguments):
         written.set()
         assert goes_on.wait(60)
         commit(*arguments)
@@ -229,7 +228,7 @@ def test_a_checkpoint_that_goes_loses_its_manifest_first(case, monkeypatch):
     firsts = []
     remove = LocalStore.remove
 
-    def note_and_remove(store: LocalStore, files: list[str]) -> None:
+    def note_and_remove(store, files):
         firsts.extend(file for file in files[:1] if file.startswith("step-"))
         remove(store, files)
 

@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from checkpoint.state import Staging
 
 
-def check_copies(device: str) -> None:
+def check_copies(device):
     """Long queues before and after: on an accelerator the copy must come between them on a stream of its own."""
     value = torch.zeros(1 << 22, device=device)
     index, staging, memory = MetadataIndex("value"), Staging(value.device), set()

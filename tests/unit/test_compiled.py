@@ -1,12 +1,10 @@
 """What the compiler makes of a block: one graph for all layers, and no more kernels than it takes."""
 
 import os
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch
@@ -25,7 +23,7 @@ from tests.harness import run_ranks
 FLAVOR = LlamaConfig(dim=64, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=128, vocab_size=64)
 
 
-def count() -> tuple[int, int]:
+def count():
     """Graphs compiled for four layers, and kernels generated for the forward and backward of a block, but not built."""
     model = Llama(FLAVOR)
     init_weights(model, torch.device("cpu"), seed=0)
@@ -49,7 +47,7 @@ def test_all_layers_share_one_graph_of_few_kernels():
     assert 10 < kernels <= 60
 
 
-def kept_bytes(float8: Float8, checkpointing: ActivationCheckpoint, S: int) -> float:
+def kept_bytes(float8, checkpointing, S):
     """Bytes that a compiled block's forward keeps for its backward, per token and dim; without weights."""
     B, D = 2, 256
     model = Llama(LlamaConfig(dim=D, n_layers=1, n_heads=8, n_kv_heads=2, hidden_dim=7 * D // 2, vocab_size=8))
@@ -67,7 +65,7 @@ def kept_bytes(float8: Float8, checkpointing: ActivationCheckpoint, S: int) -> f
     weights = {tuple(p.shape) for p in block.parameters() if p.ndim == 2}
     kept: dict[int, int] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor):
         # One rank has no FSDP, so a bfloat16 copy of each weight is kept, too.
         if tuple(tensor.shape) not in weights and tuple(tensor.shape[::-1]) not in weights:
             kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -109,7 +107,7 @@ def test_the_loss_has_no_part_in_the_memory_budget(monkeypatch):
     """It would compute the logits, nearly all that it keeps, twice."""
     budgets = []
 
-    def watch(function: Any, **_: Any) -> Any:
+    def watch(function, **_):
         return lambda *args: budgets.append(functorch.activation_memory_budget) or function(*args)
 
     monkeypatch.setattr(torch, "compile", watch)
@@ -118,7 +116,7 @@ def test_the_loss_has_no_part_in_the_memory_budget(monkeypatch):
     assert budgets == [1.0]
 
 
-def compile_with_cache(folder: Path, guided: bool = True) -> tuple[int, int]:
+def compile_with_cache(folder, guided=True):
     """Graphs found in the compiler's cache, and graphs compiled, for a layer with recomputation."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     counters.clear()

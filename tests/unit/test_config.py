@@ -213,7 +213,7 @@ def test_a_resume_of_a_run_of_epochs_takes_the_steps_that_are_typed(tmp_path):
 
 
 def test_help_of_words_prints_the_settings_that_have_them_all(capsys, monkeypatch):
-    def printed(*words: str) -> list[str]:
+    def printed(*words):
         with pytest.raises(SystemExit) as ended:
             load_config(words)
         assert ended.value.code == 0
@@ -298,7 +298,7 @@ def test_errors_are_said_in_one_line():
         assert result.stderr.startswith("error: training.steps")
 
 
-def commands_of_run_llama_train() -> list[str]:
+def commands_of_run_llama_train():
     """CONFIG_FILE, FILE.toml and options of every command with `run_llama_train.sh` in the pages and the script."""
     pages = (ROOT / "README.md", ROOT / "run_llama_train.sh", *(ROOT / "docs").glob("*.md"))
     text = "\n".join(page.read_text() for page in pages).replace("\\\n", " ")

@@ -30,7 +30,7 @@ def folders(tmp_path_factory):
     return [write_dataset(root / name, own, validation=own[0][:2]) for name, own in zip("ab", shards, strict=True)]
 
 
-def run_phase(run: Path, folders, state, steps: int, dp_size: int = 1, **overrides):
+def run_phase(run, folders, state, steps, dp_size=1, **overrides):
     """One start of a run of `dp_size` ranks; returns its state and all samples in the global order."""
     overrides = {"training__local_batch_size": 2, "training__seq_len": 8, "data__window_blocks": 3, **overrides}
     overrides["training__global_batch_size"] = 2 * dp_size * overrides["training__local_batch_size"]
@@ -84,13 +84,13 @@ def test_a_run_with_restarts_and_changes_is_proven(run, folders):
         assert {inputs[token] - int(epochs) for token in {*stored} - {0}} <= {0, 1}
 
 
-def rewrite(run: Path, rank: int, change) -> None:
+def rewrite(run, rank, change):
     """Change the lines of a rank's ledger."""
     file = run / "data" / f"rank-{rank:05}.jsonl"
     file.write_text("".join(line + "\n" for line in change(file.read_text().splitlines())))
 
 
-def replaced(old: str, new: str):
+def replaced(old, new):
     return lambda lines: [re.sub(old, new, line) for line in lines]
 
 

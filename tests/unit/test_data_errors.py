@@ -33,14 +33,14 @@ def check(*folders, **overrides):
     check_datasets(data_config(*folders, **{"training__seq_len": 8, **overrides}))
 
 
-def change_manifest(folder: Path, **values) -> None:
+def change_manifest(folder, **values):
     file = folder / "manifest.json"
     changed = {key: value for key, value in json.loads(file.read_text()).items() if key != "sha256"} | values
     content = json.dumps(changed).removesuffix("}").encode()
     file.write_bytes(content + seal(content))
 
 
-def damage(file: Path, at: int, bits: int = 1) -> None:
+def damage(file, at, bits=1):
     content = bytearray(file.read_bytes())
     content[at] ^= bits
     file.write_bytes(content)

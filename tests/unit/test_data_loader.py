@@ -4,12 +4,10 @@ import json
 import random
 import re
 import threading
-from collections.abc import Container
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice, pairwise, zip_longest
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -41,12 +39,12 @@ def config_of(folders, **overrides):
     return data_config(*folders, run__seed=SEED, data__window_blocks=WINDOW, **overrides)
 
 
-def stored(state: dict[str, Any]) -> dict[str, Any]:
+def stored(state):
     """The state as it comes back out of a checkpoint."""
     return json.loads(encode_manifest({"dataloader": state}))["manifest"]["dataloader"]
 
 
-def global_samples(loaders, steps: int) -> list[tuple[list[int], list[int], list[int]]]:
+def global_samples(loaders, steps):
     """(tokens, labels, positions) of every sample that all ranks together deliver, in the global order."""
     samples = []
     for _ in range(steps):
@@ -58,7 +56,7 @@ def global_samples(loaders, steps: int) -> list[tuple[list[int], list[int], list
     return samples
 
 
-def positions_in_sample(part: list[tuple[int, int]]) -> list[int]:
+def positions_in_sample(part):
     """From 0 at the start of the sample and of each document in it."""
     start, positions = 0, []
     for i, (_, place_in_document) in enumerate(part):
@@ -70,7 +68,7 @@ def positions_in_sample(part: list[tuple[int, int]]) -> list[int]:
 class Reference:
     """The same order by the plainest means: lists, generators and a cursor for each dataset."""
 
-    def __init__(self, folders, size: int = 30_000):
+    def __init__(self, folders, size=30_000):
         self.tokens, self.size, self.cursor, self.mixture = {}, {}, dict.fromkeys(folders, 0), None
         for folder in folders:
             blocks = stored_blocks(folder)
@@ -78,7 +76,7 @@ class Reference:
             stream = expected_stream(blocks, open_dataset(str(folder)).hash, SEED, WINDOW)
             self.tokens[folder] = list(islice(stream, size))
 
-    def take(self, folders, weights, seq_len: int, count: int):
+    def take(self, folders, weights, seq_len, count):
         if (folders, weights, seq_len) != self.mixture:
             self.mixture, self.taken = (folders, weights, seq_len), [0] * len(folders)
         samples = []
@@ -265,7 +263,7 @@ def test_a_state_of_another_order_is_refused(folders, change, message):
     loader.close()
 
 
-def watched_stream(split: Split, readers: ThreadPoolExecutor, away: Container[int] = ()) -> tuple[Stream, list[int]]:
+def watched_stream(split, readers, away=()):
     """A stream, and the blocks that it asks for, of which requests `away` (from 1) fail."""
     asked: list[int] = []
 
@@ -307,7 +305,7 @@ def test_close_ends_the_threads(folders):
 # ---------------------------------------------------------------- validation
 
 
-def stream_of_validation(folder) -> list[tuple[int, int]]:
+def stream_of_validation(folder):
     blocks = stored_blocks(folder, "validation")
     return [(token, place) for block in blocks for document in block for place, token in enumerate(document)]
 

@@ -14,7 +14,7 @@ weights_of_datasets = st.lists(st.floats(1e-3, 1.0), min_size=1, max_size=8).map
 )
 
 
-def splitmix64(state: int) -> int:
+def splitmix64(state):
     """One output of SplitMix64, in Python integers, from the published algorithm."""
     mask = 2**64 - 1
     z = state

@@ -65,7 +65,7 @@ def tokenizer_folder(texts, tmp_path_factory):
 def make(tokenizer_folder, tmp_path):
     """Prepares sources in this process, and returns the dataset's folder."""
 
-    def make(*given: object, output: str = "out", **options: object) -> Path:
+    def make(*given, output="out", **options):
         defaults = {"tokenizer": tokenizer_folder, "processes": 1}
         prepare([str(source) for source in given], str(tmp_path / output), **defaults | options)
         return tmp_path / output
@@ -79,12 +79,12 @@ def lines(texts, tmp_path):
     return write_jsonl(tmp_path / "in.jsonl", texts)
 
 
-def write_jsonl(path: Path, texts: list[str]) -> Path:
+def write_jsonl(path, texts):
     path.write_text("".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)))
     return path
 
 
-def decoded(folder: Path, split: str) -> list[str]:
+def decoded(folder, split):
     """The documents of a split, each checked to end with its only eos."""
     tokenizer = load_tokenizer(folder)
     documents = list(chain.from_iterable(stored_blocks(folder, split)))
@@ -92,15 +92,15 @@ def decoded(folder: Path, split: str) -> list[str]:
     return [tokenizer.decode(document) for document in documents]
 
 
-def documents_of(folder: Path) -> Counter[str]:
+def documents_of(folder):
     return Counter(decoded(folder, "train") + decoded(folder, "validation"))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.is_file()}
 
 
-def start_script(path: Path, code: str, *arguments: object) -> "subprocess.Popen[str]":
+def start_script(path, code, *arguments):
     """Start data.prepare with small units and these arguments, after `code`, in a process of its own."""
     begin = "import os, signal; from pathlib import Path; from data.prepare import main, passes, readers\n"
     begin += "readers.UNIT_BYTES = 20_000\n"
@@ -118,7 +118,7 @@ COMPRESS = {
 }
 
 
-def write_table(file: Path, rows_at_once: int = 3, **columns: Any) -> Path:
+def write_table(file, rows_at_once=3, **columns):
     """An Arrow file, or Parquet by its name."""
     writer_of = pq.ParquetWriter if file.suffix == ".parquet" else pa.ipc.new_file
     table = pa.table(columns)
@@ -182,7 +182,7 @@ def test_every_source_gives_each_document_once(inputs, texts, make, tmp_path, mo
 def test_the_held_out_documents_depend_on_their_text_alone(texts, make, tmp_path):
     """Whatever the order, how often a text comes, and into how many pieces it is cut."""
 
-    def held_out(order: list[str], **options: object) -> tuple[list[str], list[str]]:
+    def held_out(order, **options):
         file = write_jsonl(tmp_path / "in.jsonl", order)
         folder = make(file, output=f"{len(order)}{len(options)}", validation_fraction=0.2, **options)
         return decoded(folder, "validation"), decoded(folder, "train")
@@ -567,14 +567,14 @@ def take(make):
     return lambda *given, **options: make(*given, **{"format": "tokens", "validation_fraction": 0} | options)
 
 
-def tokens_of(folder: Path, split: str = "train") -> Counter[tuple[int, ...]]:
+def tokens_of(folder, split="train"):
     return Counter(map(tuple, chain.from_iterable(stored_blocks(folder, split))))
 
 
 HEADERS = {"GPT-2 header": (20240520, "<u2"), "Llama 3 header": (20240801, "<u4")}
 
 
-def llm_c_header(magic: int, dtype: str, ids: list[int]) -> bytes:
+def llm_c_header(magic, dtype, ids):
     return np.array([magic, 1, len(ids), *[0] * 253], "<i4").tobytes() + np.array(ids, dtype).tobytes()
 
 

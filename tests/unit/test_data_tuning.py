@@ -4,10 +4,8 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Iterable
 from contextlib import closing
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -18,7 +16,7 @@ from tokenizers import Tokenizer as RawTokenizer
 
 from config import TitaniteError, from_dict
 from data.chat import load_transformers
-from data.loader import IGNORED, Batch, DataLoader, validation_batches
+from data.loader import IGNORED, DataLoader, validation_batches
 from data.packing import HIDDEN, TOKEN_BITS
 from data.prepare import main as prepare
 from data.prepare.tuning import encode_example
@@ -39,19 +37,19 @@ ASKED = {"role": "user", "content": "what ?"}
 ANSWERED = {"role": "assistant", "content": "four"}
 
 
-def tokenizer() -> Tokenizer:
+def tokenizer():
     raw = RawTokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="so"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
     raw.add_special_tokens([AddedToken(token, special=True) for token in WORDS[:4]])
     return Tokenizer(raw, "<eos>", chat_template=TEMPLATE)
 
 
-def shown(tokens: Iterable[int]) -> list[tuple[int, bool]]:
+def shown(tokens):
     """(id, whether it is trained)."""
     return [(int(token) & TOKEN_BITS, token < HIDDEN) for token in tokens]
 
 
-def prepared(folder: Path, tokenizer: Tokenizer, rows: list[Any], *options: str) -> Path:
+def prepared(folder, tokenizer, rows, *options):
     """The dataset that data.prepare makes of these rows."""
     tokenizer.save(folder)
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -60,11 +58,11 @@ def prepared(folder: Path, tokenizer: Tokenizer, rows: list[Any], *options: str)
     return folder / "set"
 
 
-def trained_from(first: int, *ids: int) -> list[tuple[int, bool]]:
+def trained_from(first, *ids):
     return [(token, place >= first) for place, token in enumerate(ids)]
 
 
-def user(content: str) -> dict[str, str]:
+def user(content):
     return {"role": "user", "content": content}
 
 
@@ -143,7 +141,7 @@ def examples():
     """300 prompts and responses in ids, each pair with a number of its own at its beginning and its end."""
     numbers = random.Random(2)
 
-    def some(ids: range) -> list[int]:
+    def some(ids):
         return numbers.choices(ids, k=numbers.randint(1, 8))
 
     return [([i, *some(range(400, 600))], [*some(range(700, 900)), i]) for i in range(1, 301)]
@@ -159,7 +157,7 @@ def folder(examples, tmp_path_factory):
     return prepared(folder, word_tokenizer(1000), rows, *options)
 
 
-def rows_of(batches: list[Batch]) -> list[Any]:
+def rows_of(batches):
     """(tokens, labels, positions) of each row."""
     rows = []
     for batch in batches:
@@ -167,7 +165,7 @@ def rows_of(batches: list[Batch]) -> list[Any]:
     return rows
 
 
-def parts_of(row: list[list[int]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def parts_of(row):
     """(tokens, labels) of all whose positions begin at 0, but for the padding."""
     tokens, labels, positions = row
     bounds = [place for place, position in enumerate(positions) if position == 0] + [len(tokens)]
@@ -261,7 +259,7 @@ def test_a_mixture_has_the_template_of_its_conversations(tmp_path):
         (tmp_path / name).mkdir()
         folders[name] = prepared(tmp_path / name, own, [row] * 30, *options)
 
-    def template_of(*names: str) -> str:
+    def template_of(*names):
         chosen = [folders[name] for name in names]
         datasets, _ = check_datasets(data_config(*chosen, data__mask_documents=True, training__seq_len=32))
         return with_chat_template(datasets).tokenizer().chat_template

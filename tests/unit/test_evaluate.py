@@ -8,7 +8,6 @@ import runpy
 import sys
 from functools import partialmethod
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -77,7 +76,7 @@ def tasks(tmp_path, monkeypatch):
     return tmp_path
 
 
-def run_forked(words: list[str], stdout: Any = None, stderr: Any = None, preexec_fn: Any = None) -> SimpleNamespace:
+def run_forked(words, stdout=None, stderr=None, preexec_fn=None):
     """`python -m lm_eval ...` in a forked process, since importing it again takes longer than these tasks."""
     prepare_fork()
     pid = os.fork()

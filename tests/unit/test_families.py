@@ -96,11 +96,11 @@ TYPED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def typed_config(name: str) -> dict[str, Any]:
+def typed_config(name):
     return copy.deepcopy(SHAPE | {**MODELS, **TYPED}[name])
 
 
-def hf_model(name: str) -> nn.Module:
+def hf_model(name):
     """A model of transformers with random weights, large enough that every part shows in the logits."""
     torch.manual_seed(1)
     config = AutoConfig.for_model(**typed_config(name))
@@ -110,7 +110,7 @@ def hf_model(name: str) -> nn.Module:
     return model
 
 
-def ours_from(hf: nn.Module) -> Llama:
+def ours_from(hf):
     model = Llama(from_hf_config(hf.config.to_dict()))
     weights = hf.state_dict()
     names = hf_names(model.config)

@@ -26,11 +26,11 @@ TEXT = "Naïve 日本: a\tb 🙂\n\n  return x\n"
 WORDS = [f"def f{i}(x):\n    return x * {i} + {i % 7}  # number {i}\n" for i in range(400)]
 
 
-def spelt_in_bytes() -> Tokenizer:
+def spelt_in_bytes():
     return train_tokenizer(WORDS, 300)
 
 
-def spelt_in_text() -> Tokenizer:
+def spelt_in_text():
     """As Llama 2's: ▁ for a space, and a byte on its own as <0x0A>."""
     letters = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefnrtuvï日", "▁r"]
     vocabulary = {letter: id for id, letter in enumerate(letters)}
@@ -61,7 +61,7 @@ def test_a_tokenizer_that_loses_bytes_has_no_lengths_and_says_so(caplog):
     assert "no bits per byte" in caplog.text
 
 
-def train_as(words: list[str], dtype: str) -> None:
+def train_as(words, dtype):
     with mock.patch("parallel.device.fast_dtype", return_value=dtype):
         train(load_config(words))
 

@@ -1,7 +1,6 @@
 """Conversion to float8: which layers, real float8 arithmetic, and refusal where nothing can be converted."""
 
 import dataclasses
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,12 @@ TRAIN_CONFIGS = Path(__file__).parents[2] / "train_configs"
 FLAVOR = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=128, vocab_size=96)
 
 
-def build(flavor: LlamaConfig = FLAVOR) -> Llama:
+def build(flavor=FLAVOR):
     with torch.device("meta"):
         return Llama(flavor)
 
 
-def last_words(names: Iterable[str]) -> set[str]:
+def last_words(names):
     return {name.split(".")[-1] for name in names}
 
 
@@ -130,7 +129,7 @@ def test_only_the_forward_is_summed_fast(monkeypatch):
     asked: list[bool] = []
     real = torch._scaled_mm
 
-    def watch(*args: object, use_fast_accum: bool = False, **named: object) -> torch.Tensor:
+    def watch(*args, use_fast_accum=False, **named):
         asked.append(use_fast_accum)
         return real(*args, use_fast_accum=use_fast_accum, **named)  # type: ignore[arg-type]
 

@@ -8,7 +8,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 from torchao.float8.config import ScalingGranularity
 from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import LinearMMConfig
@@ -21,7 +20,7 @@ SOURCES = ("copy", "norm", "gate", "gate_grad")
 SHAPE = (80, 144)
 
 
-def operands(source: str, shape: tuple[int, int], gradient_scale: float = 1.0) -> list[Tensor]:
+def operands(source, shape, gradient_scale=1.0):
     """A source's tensors in bfloat16, with a row of zeros, one that is 1000 times as large, and a tiny column."""
     x, u, grad = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     x[3] = 0
@@ -73,11 +72,11 @@ def interpreter():
     interpreter.pool.shutdown()
 
 
-def tensor_maxima(source: str, tensors: list[Tensor]) -> Tensor:
+def tensor_maxima(source, tensors):
     return torch.stack([values.float().abs().amax() for values in source_values(source, tensors)])
 
 
-def compare(recipe: str, source: str, value: float) -> list[str]:
+def compare(recipe, source, value):
     """What of a kernel's outputs differs from plain torch's. In the interpreter's process."""
     kernels = load_kernels()
     tensors = operands(source, SHAPE, 1e-4)
@@ -106,7 +105,7 @@ def test_kernels_give_the_bytes_of_plain_torch(recipe, interpreter):
 M, N = 2**17, 2**14 + 256  # more values than an int32 counts
 
 
-def compare_last_tile(recipe: str) -> list[str]:
+def compare_last_tile(recipe):
     """What differs of the last tile of such large outputs. All else stays unwritten, and so takes no memory."""
     from triton.runtime import interpreter
 
@@ -136,7 +135,7 @@ def test_tensors_of_more_values_than_an_int32_counts(recipe, interpreter):
     assert interpreter(compare_last_tile, recipe) == []
 
 
-def compile_kernel(source: str, recipe: str, maxima: bool) -> int:
+def compile_kernel(source, recipe, maxima):
     """Bytes of a kernel for sm_90."""
     import triton
     from triton.backends.compiler import GPUTarget

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
 from config import Compile, Float8
@@ -19,7 +18,7 @@ from models.llama.model import Llama, LlamaConfig
 FLAVOR = LlamaConfig(dim=512, n_layers=1, n_heads=4, n_kv_heads=4, hidden_dim=1024, vocab_size=128)
 
 
-def build(float8: Float8 | None = None, dtype: torch.dtype = torch.bfloat16) -> Llama:
+def build(float8=None, dtype=torch.bfloat16):
     model = Llama(FLAVOR)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -33,15 +32,15 @@ def build(float8: Float8 | None = None, dtype: torch.dtype = torch.bfloat16) -> 
     return model
 
 
-def settings(**options: Any) -> Float8:
+def settings(**options):
     return Float8(**{"enable": True, "filter": "all", "fsdp_all_gather": "off", "kernels": "own", **options})
 
 
-def tokens() -> Tensor:
+def tokens():
     return torch.randint(0, FLAVOR.vocab_size, (2, 128), generator=torch.Generator().manual_seed(1))
 
 
-def gradients(model: Llama, device: str = "cpu") -> dict[str, Tensor]:
+def gradients(model, device="cpu"):
     """The loss, and the gradient of each weight, computed on a device."""
     given = tokens().to(device)
     loss = cross_entropy(model.to(device)(given), given.roll(1))
@@ -66,7 +65,7 @@ def test_a_block_is_as_near_to_float64_as_torchaos(recipe, exact):
     check_block(recipe, "cpu", exact)
 
 
-def check_block(recipe: str, device: str, exact: dict[str, Tensor]) -> None:
+def check_block(recipe, device, exact):
     """The noise of own layers on a device, beside that of torchao's on CPU."""
     theirs = settings(recipe=recipe, kernels="compiler")
     own = gradients(build(settings(recipe=recipe)), device)
@@ -81,7 +80,7 @@ def test_compiled_whole_a_block_gives_the_same_bits(recipe):
     """Each cast stays one operator, and what only carries a gradient is not computed."""
     counted: Counter[str] = Counter()
 
-    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+    def look(graph, _):
         counted.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph
 

@@ -25,11 +25,11 @@ SEQ_LEN = 2048  # none of the models' dims, so that a shape tells which matmul i
 class AsOnCuda(TorchDispatchMode):
     """Repeats every float8 matmul on fake CUDA tensors of the same layout; remembers the shapes (M, K, N)."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.shapes: list[tuple[int, int, int]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, Float8TrainingTensor) for kind in types):
             return NotImplemented  # first torchao's dispatch, which then calls the matmul
         kwargs = kwargs or {}
@@ -39,7 +39,7 @@ class AsOnCuda(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def on_cuda(x: Any) -> Any:
+def on_cuda(x):
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda") if isinstance(x, torch.Tensor) else x
 
 

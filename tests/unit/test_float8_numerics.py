@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from config import Float8
 from float8.convert import convert_to_float8
@@ -23,13 +23,13 @@ FLOORS = {
 }
 
 
-def sqnr(exact: Tensor, approximate: Tensor) -> float:
+def sqnr(exact, approximate):
     """Signal to quantization noise, dB."""
     exact, approximate = exact.double(), approximate.double()
     return 20 * math.log10(exact.norm() / max((exact - approximate).norm().item(), 1e-300))
 
 
-def operands(gradient_scale: float) -> tuple[Tensor, Tensor, Tensor]:
+def operands(gradient_scale):
     """x [TOKENS, IN], w [OUT, IN] and dy [TOKENS, OUT], normal, bfloat16; rows of unlike size."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, IN, generator=generator)
@@ -38,13 +38,13 @@ def operands(gradient_scale: float) -> tuple[Tensor, Tensor, Tensor]:
     return x.bfloat16(), w.bfloat16(), dy.bfloat16()
 
 
-def exact(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def exact(x, w, dy):
     """y, dx, dw in float64."""
     x, w, dy = x.double(), w.double(), dy.double()
     return x @ w.T, dy @ w, dy.T @ x
 
 
-def build_linear(recipe: str, w: Tensor) -> nn.Linear:
+def build_linear(recipe, w):
     """A converted layer with the weight `w`, on its device."""
     model = nn.Sequential(nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16, device=w.device))
     kernels: Any = "own" if recipe.startswith("own ") else "compiler"
@@ -55,7 +55,7 @@ def build_linear(recipe: str, w: Tensor) -> nn.Linear:
     return model[0]
 
 
-def check(recipe: str, device: str = "cpu") -> None:
+def check(recipe, device="cpu"):
     """Fails if anything the layer gives is further from float64 than rounding explains."""
     floors = FLOORS[recipe.removeprefix("own ")]
     for gradient_scale in GRADIENT_SCALES:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -71,7 +70,7 @@ def run(whole_run, tmp_path):
     return Path(shutil.copytree(whole_run, tmp_path / "run"))
 
 
-def followed(run: Path, asked: str = "t", **options: Any) -> list[dict[str, Any]]:
+def followed(run, asked="t", **options):
     """Follow the run to its end. Returns the rows."""
     harness = run.parent / "harness.py"
     harness.write_text(HARNESS)
@@ -81,7 +80,7 @@ def followed(run: Path, asked: str = "t", **options: Any) -> list[dict[str, Any]
     return read_records(run / "scores" / "scores.jsonl")
 
 
-def score_of(run: Path, step: int, folder: Path) -> int:
+def score_of(run, step, folder):
     export_model(f"{run}@{step}", folder / f"own-{step}", dtype="float32")
     digest = hashlib.sha256((folder / f"own-{step}" / "model.safetensors").read_bytes()).hexdigest()
     return int(digest, 16) % 10**6
@@ -91,7 +90,7 @@ def test_a_name_without_a_run_is_said(run, caplog, monkeypatch):
     class Waited(Exception):
         pass
 
-    def wait(seconds: float) -> None:
+    def wait(seconds):
         raise Waited
 
     monkeypatch.setattr(module, "time", SimpleNamespace(sleep=wait))
@@ -127,11 +126,11 @@ KILLS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
 }
 
 
-def die(*arguments: object, **more: object) -> None:
+def die(*arguments, **more):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_if_reported(folder: Path, **more: object) -> None:
+def die_if_reported(folder, **more):
     if folder.name == "exported":
         die()
 
@@ -164,7 +163,7 @@ def test_a_checkpoint_that_was_removed_is_skipped(run, step, during, monkeypatch
     removed = sorted(name for _, name in locate(run))[step - 1]
     read = module.open_checkpoint
 
-    def read_and_remove(store: Any, name: str) -> Any:
+    def read_and_remove(store, name):
         opened = read(store, name)
         if name == removed:
             shutil.rmtree(run / "checkpoints" / name)
@@ -192,7 +191,7 @@ def test_what_is_committed_between_a_look_and_the_end_is_evaluated(run, monkeypa
     look = module.committed
     found = []
 
-    def look_and_end(store: Any) -> list[str]:
+    def look_and_end(store):
         names = list(look(store))
         found.append(sorted(step_of(name) for name in names))
         for path, data in late.items():
@@ -210,7 +209,7 @@ def test_it_waits_for_a_run_and_its_checkpoints(settings, tmp_path, monkeypatch)
     ends = ["", '{"kind": "lost", "start_again": true}', '{"kind": "stopped", "start_again": true}', "", ""]
     seen = []
 
-    def start_again() -> None:
+    def start_again():
         assert {path.name for path in tmp_path.iterdir()} <= {"run", "harness.py"}
         seen.append([row["step"] for row in read_records(run / "scores" / "scores.jsonl")])
         last = len(seen)

@@ -3,8 +3,6 @@
 import json
 import random
 import re
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,7 +22,6 @@ from config import TitaniteError
 from data.tokenizer import Tokenizer, load_tokenizer
 from generate import encode_record, main, messages_of
 from models.generation import Request, TextStream, generate, sample
-from models.llama.model import Llama
 from tests.unit.test_llama import FAMILIES, SMALL, hf_model, ours_from
 from tools.hf import main as checkpoint_hf
 
@@ -41,12 +38,12 @@ CHATML = (
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def prompts_of(*lengths: int) -> list[list[int]]:
+def prompts_of(*lengths):
     numbers = random.Random(3)
     return [[numbers.randrange(96) for _ in range(n)] for n in lengths]
 
 
-def tokens_of(model: Llama, prompts: list[list[int]], n: int, **options: Any) -> list[list[int]]:
+def tokens_of(model, prompts, n, **options):
     """The tokens of each row, by default the likeliest."""
     request = Request(**(options or {"temperature": 0}), max_tokens=n)
     return [list(row) for row in zip(*generate(model, prompts, CPU, request), strict=True)]
@@ -113,7 +110,7 @@ def test_a_low_temperature_takes_the_likeliest():
 # ---------------------------------------------------------------- text
 
 
-def byte_tokenizer(*special: str) -> Tokenizer:
+def byte_tokenizer(*special):
     """A token for each byte, and the special ones; no merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: SMALL["vocab_size"] * 3]
     raw = RawTokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
@@ -123,7 +120,7 @@ def byte_tokenizer(*special: str) -> Tokenizer:
     return Tokenizer(raw, "<|endoftext|>")
 
 
-def metaspace_tokenizer() -> Tokenizer:
+def metaspace_tokenizer():
     """As Llama 2's: words with a leading ▁, whose decoder drops the first one, and bytes for all else, from id 6 on."""
     words = ["<unk>", "</s>", "▁Hello", "▁world", "!", "<|tool|>", *(f"<0x{byte:02X}>" for byte in range(256))]
     raw = RawTokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True))
@@ -135,7 +132,7 @@ def metaspace_tokenizer() -> Tokenizer:
     return Tokenizer(raw, "</s>")
 
 
-def feed(stream: TextStream, tokens: list[int]) -> list[str]:
+def feed(stream, tokens):
     """What comes out after each token, and at the end."""
     pieces = [stream.push(token) for token in tokens if not stream.done]
     return pieces if stream.done else [*pieces, stream.finish()]
@@ -230,7 +227,7 @@ def test_a_text_that_may_outgrow_the_trained_length_is_warned_of(imported, capsy
         assert capsys.readouterr().err.count(said) == warned
 
 
-def answered(imported: Path, *messages: dict[str, str], tools: Any = None) -> str:
+def answered(imported, *messages, tools=None):
     """What transformers' likeliest tokens say to a conversation."""
     tokenizer = AutoTokenizer.from_pretrained(imported.parent / "hf")
     model = LlamaForCausalLM.from_pretrained(imported.parent / "hf")

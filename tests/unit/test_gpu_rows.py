@@ -10,7 +10,6 @@ import select
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -33,7 +32,7 @@ print(json.dumps({"measured": {"tokens/s": 1.5}}))
 class Queue:
     """A queue in a folder with a stand-in for the project."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, folder, monkeypatch):
         self.folder = folder
         self.now = 0.0
         (folder / "benchmarks").mkdir()
@@ -44,7 +43,7 @@ class Queue:
         monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: self.now))
         wait = subprocess.Popen.wait
 
-        def wait_or_hang(child: Any, timeout: float | None = None) -> int:
+        def wait_or_hang(child, timeout=None):
             if timeout is None or "--row=hangs" not in child.args:
                 return wait(child)
             self.pids = (folder / "pids").read_text().split()
@@ -53,7 +52,7 @@ class Queue:
 
         monkeypatch.setattr(subprocess.Popen, "wait", wait_or_hang)
 
-    def work(self, estimates: dict[str, int], monkeypatch: pytest.MonkeyPatch, budget: float = 60) -> dict[str, Any]:
+    def work(self, estimates, monkeypatch, budget=60):
         """What a call measures, in order."""
         monkeypatch.setattr(gpu, "ESTIMATES", estimates)
         file = self.folder / "results.json"

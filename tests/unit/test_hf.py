@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -66,7 +65,7 @@ def llama(tmp_path, made):
     return tmp_path
 
 
-def assert_same_weights(left: LlamaForCausalLM, right: LlamaForCausalLM) -> None:
+def assert_same_weights(left, right):
     expected = left.state_dict()
     assert right.state_dict().keys() == expected.keys()
     assert [name for name, value in right.state_dict().items() if not torch.equal(value, expected[name])] == []
@@ -152,7 +151,7 @@ def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(llama):
     place = str(llama / "ours")
     identity = read_manifest(open_store(llama), "ours")["identity"]
 
-    def check(tokenizer: Tokenizer) -> None:
+    def check(tokenizer):
         config = Config(checkpoint=Checkpoint(initial_load=place, enable=False))
         check_checkpoints(config, identity, llama / "run", mock.Mock(tokenizer=tokenizer))
 
@@ -171,38 +170,38 @@ def test_weights_are_not_trained_on_the_tokens_of_another_tokenizer(llama):
         export_model(place, llama / "back")
 
 
-def edit(folder: Path, **changes) -> None:
+def edit(folder, **changes):
     """Change config.json; None removes a key."""
     path = folder / "config.json"
     fields = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in fields.items() if value is not None}))
 
 
-def remove_weights(folder: Path) -> None:
+def remove_weights(folder):
     for file in folder.glob("model*safetensors*"):
         file.unlink()
 
 
-def rewrite(folder: Path, state: dict[str, torch.Tensor]) -> None:
+def rewrite(folder, state):
     remove_weights(folder)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
 
 
-def cut(folder: Path) -> None:
+def cut(folder):
     first = min(folder.glob("*.safetensors"))
     first.write_bytes(first.read_bytes()[:-10])
 
 
-def quantize(folder: Path) -> None:
+def quantize(folder):
     rewrite(folder, {name: value.to(torch.float8_e4m3fn) for name, value in hf_model("llama3").state_dict().items()})
 
 
-def keep_old_frequencies(folder: Path) -> None:
+def keep_old_frequencies(folder):
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     rewrite(folder, hf_model("llama3").state_dict() | frequencies)
 
 
-def save_pickled(file: str, folder: Path) -> None:
+def save_pickled(file, folder):
     remove_weights(folder)
     torch.save({}, folder / file)
 

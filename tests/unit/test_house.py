@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -55,14 +54,14 @@ MADE_ELSEWHERE = {  # names that docs give as examples
 }
 
 
-def sources() -> list[Path]:
+def sources():
     files = list(ROOT.glob("*.py"))
     for package in PACKAGES:
         files += (ROOT / package).rglob("*.py")
     return sorted(files)
 
 
-def imported(tree: ast.AST) -> Iterator[str]:
+def imported(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -70,7 +69,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield node.module
 
 
-def breaches(path: Path) -> Iterator[str]:
+def breaches(path):
     """What a file does that the house forbids."""
     text = path.read_text()
     tree = ast.parse(text)
@@ -97,7 +96,7 @@ def test_the_code_keeps_to_the_house():
     assert [f"{path}: {breach}" for path in sources() for breach in breaches(path)] == []
 
 
-def pages() -> list[Path]:
+def pages():
     return [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 
 
@@ -108,7 +107,7 @@ def test_lines_of_the_docs_are_short():
         assert [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")] == [], path.name
 
 
-def module_exists(name: str) -> bool:
+def module_exists(name):
     path = ROOT / name.replace(".", "/")
     return path.with_suffix(".py").exists() or (path / "__main__.py").exists()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
+from torch.distributed.tensor.parallel import SequenceParallel
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
@@ -63,7 +63,7 @@ FAMILIES = {
 TINY = dataclasses.replace(FLAVORS["tiny"], vocab_size=64)
 
 
-def hf_model(family: str) -> LlamaForCausalLM:
+def hf_model(family):
     torch.manual_seed(1)
     model = LlamaForCausalLM(HFConfig(**(SMALL | FAMILIES[family]), attn_implementation="eager")).eval()
     for parameter in model.parameters():  # norms too, and large enough that every part shows in the logits
@@ -71,7 +71,7 @@ def hf_model(family: str) -> LlamaForCausalLM:
     return model
 
 
-def ours_from(hf: LlamaForCausalLM) -> Llama:
+def ours_from(hf):
     config = from_hf_config(hf.config.to_dict())
     model = Llama(config)
     weights = hf.state_dict()
@@ -79,7 +79,7 @@ def ours_from(hf: LlamaForCausalLM) -> Llama:
     return model
 
 
-def random_tokens(*shape: int) -> torch.Tensor:
+def random_tokens(*shape):
     return torch.randint(0, SMALL["vocab_size"], shape, generator=torch.Generator().manual_seed(2))
 
 
@@ -99,7 +99,7 @@ def test_in_bfloat16_norms_and_rotations_are_rounded_once():
     assert in_roundings(norm(x), exact) < 1.01
 
 
-def in_roundings(found: torch.Tensor, exact: torch.Tensor) -> float:
+def in_roundings(found, exact):
     """The error, in multiples of that of one rounding to bfloat16."""
     assert found.dtype == torch.bfloat16
     return ((found - exact).norm() / (exact.bfloat16() - exact).norm()).item()
@@ -116,7 +116,7 @@ def test_documents_do_not_see_each_other():
     assert some.int().tolist() == [[[[0, 0, 1, 1], [1, 0, 0, 0]]]]
 
 
-def build(config: LlamaConfig, seed: int = 0) -> Llama:
+def build(config, seed=0):
     with torch.device("meta"):
         model = Llama(config)
     init_weights(model, torch.device("cpu"), seed)
@@ -143,17 +143,17 @@ def test_initial_weights_follow_the_rule():
 
 
 class LayerNormed(Llama):
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config):
         super().__init__(config)
         self.norm = nn.LayerNorm(config.dim)
 
 
 class GatedAtEight(Llama):
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config):
         super().__init__(config)
         self.gate = nn.Parameter(torch.full((4,), 8.0))
 
-    def init_weight(self, name: str, weight: torch.Tensor, generator: torch.Generator | None) -> None:
+    def init_weight(self, name, weight, generator):
         if name == "gate":
             weight.fill_(8.0)
         else:
@@ -170,7 +170,7 @@ NOT_INITIALIZED: dict[str, Callable[[Llama], object]] = {  # what is said → th
 
 @pytest.mark.parametrize("said", NOT_INITIALIZED)
 def test_what_would_not_be_initialized_is_refused(said):
-    def build_edited(config: LlamaConfig) -> Llama:
+    def build_edited(config):
         model = Llama(config)
         NOT_INITIALIZED[said](model)
         return model
@@ -193,14 +193,14 @@ def test_initial_values_of_a_fork_are_what_it_says():
 class NormedHeads(Llama):
     """With a norm of each head's queries, of which tensor parallelism gives a rank some."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config):
         super().__init__(config)
         for block in self.layers.values():
             block.attention.q_norm = norm = RMSNorm(config.head_dim)
             block.attention.attend = lambda q, k, v, mask, norm=norm: attention(norm(q), k, v, mask)
 
 
-def gradients_of_normed_heads(block_plan: dict[str, ParallelStyle] | None) -> dict[str, torch.Tensor]:
+def gradients_of_normed_heads(block_plan):
     """The norms' gradients, by tensor parallelism over all ranks if there is a plan."""
     with torch.device("meta"):
         part: Any = NormedHeads(TINY)
@@ -216,7 +216,7 @@ def gradients_of_normed_heads(block_plan: dict[str, ParallelStyle] | None) -> di
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
 
 
-def split_with_and_without_a_plan() -> dict[str, torch.Tensor]:
+def split_with_and_without_a_plan():
     """What is in no plan would get the gradient of a rank's own heads only."""
     with pytest.raises(ConfigError, match=r"^parallelism.tp = 2: layers.0.attention.q_norm.weight is in no plan"):
         gradients_of_normed_heads(BLOCK_PLAN)

@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -26,7 +25,7 @@ SCHEMAS = {
 }
 
 
-def strict(schema: Any) -> Any:
+def strict(schema):
     """A schema that refuses unknown fields, as `kubectl apply --validate=strict` does."""
     if isinstance(schema, list):
         return [strict(part) for part in schema]
@@ -38,7 +37,7 @@ def strict(schema: Any) -> Any:
     return schema
 
 
-def validate(manifest: dict[str, Any]) -> None:
+def validate(manifest):
     """Raises jsonschema.ValidationError."""
     text = gzip.decompress((ROOT / f"tests/schemas/{SCHEMAS[manifest['kind']]}.yaml.gz").read_bytes())
     (definition,) = filter(None, yaml.load_all(text, yaml.CSafeLoader))
@@ -48,7 +47,7 @@ def validate(manifest: dict[str, Any]) -> None:
     jsonschema.validate(manifest["spec"], strict(schemas[version]["openAPIV3Schema"]["properties"]["spec"]))
 
 
-def load(name: str) -> dict[str, Any]:
+def load(name):
     return yaml.safe_load((ROOT / "launch" / name).read_text())
 
 
@@ -61,7 +60,7 @@ OBJECTS = {
 }
 
 
-def pod_and_arguments(kind: str) -> tuple[dict[str, Any], list[str]]:
+def pod_and_arguments(kind):
     spec = OBJECTS[kind]["spec"]
     if kind == "TrainJob":
         (node,) = spec["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]

@@ -2,8 +2,6 @@
 
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,18 +14,18 @@ from tools import compare
 from tools.compare import main
 
 
-def row(step: int, **values: float) -> str:
+def row(step, **values):
     return json.dumps(dict.fromkeys(FIELDS) | {"step": step, "tokens": 100 * step} | values)
 
 
-def write_run(folder: Path, rows: list[str], config: Config, world_size: int = 2) -> Path:
+def write_run(folder, rows, config, world_size=2):
     folder.mkdir(parents=True, exist_ok=True)
     record_start(folder, config, {}, world_size, new_start(folder))
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n" * rows[-1].endswith("}"))
     return folder
 
 
-def compared(runs: list[Path], folder: Path) -> dict[str, Any]:
+def compared(runs, folder):
     """The data of the page of these runs."""
     main([*map(str, runs), f"--output={folder / 'made' / 'page.html'}"])
     found = re.search(r"^const data = (.*);$", (folder / "made" / "page.html").read_text(), re.MULTILINE)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import models
@@ -20,7 +19,7 @@ from models.llama.model import Block, Llama, LlamaConfig, rope_cos_sin
 from tests.harness import run_ranks
 from tools.plan import count_modes, parse, plan, split, sweep
 from tools.plan_count import Case, check, count, dry_runs
-from tools.plan_tally import Counts, Matmul, Message, Tally
+from tools.plan_tally import Matmul, Message, Tally
 from tools.plan_time import DEVICES, Cluster, Device, estimate
 
 DEBUG = ["--config=train_configs/debug.toml", "--training.loss_chunks=1", "--training.seq_len=96"]
@@ -38,7 +37,7 @@ GROUP, END = WEIGHTS + 2 * DIM, VOCABULARY * DIM  # numbers of a block; of embed
 TOKENS = 8 * 96
 
 
-def case(world_size: int, *words: str) -> Case:
+def case(world_size, *words):
     return Case(load_config([*DEBUG, f"{BATCH}=0", *words]), world_size)
 
 
@@ -94,7 +93,7 @@ def counts():
     return count(list(HAND))
 
 
-def operations(counts: Counts) -> Counter[str]:
+def operations(counts):
     found: Counter[str] = Counter()
     for key, calls in counts.items():
         if isinstance(key, Matmul):
@@ -124,11 +123,11 @@ def test_few_layers_and_microbatches_count_as_all(name):
     assert few == pytest.approx(whole, rel=1e-4)  # the first sum of two gradients moves a little less
 
 
-def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+def swiglu(x, w1, w2, w3):
     return (F.silu(x @ w1) * (x @ w3)) @ w2
 
 
-def count_swiglu(compiled: bool) -> tuple[int, int, int]:
+def count_swiglu(compiled):
     """Bytes moved in forward and backward, and the peak above weights and input."""
     x, w1, w3 = torch.ones(512, 32), torch.ones(32, 128), torch.ones(32, 128)
     tensors = [x, w1, torch.ones(128, 32), w3]
@@ -141,7 +140,7 @@ def count_swiglu(compiled: bool) -> tuple[int, int, int]:
     return forward, tally.counts["moved"] - forward, tally.peak
 
 
-def count_residual() -> int:
+def count_residual():
     """Bytes moved."""
     x, w = torch.ones(512, 128), torch.ones(128, 128)
     tally = Tally()
@@ -164,7 +163,7 @@ def test_a_compiled_graph_moves_what_its_kernels_read_and_write():
     assert run_ranks(1, count_residual) == [5 * hidden]
 
 
-def track_a_block() -> tuple[int, int]:
+def track_a_block():
     """The peak of a small block's forward and backward, by torch's own tracker and by ours. Bytes."""
     shape = LlamaConfig(dim=256, n_layers=1, n_heads=8, n_kv_heads=2, hidden_dim=896, vocab_size=64)
     block, x = Block(shape), torch.randn(2, 128, 256, requires_grad=True)
@@ -190,11 +189,11 @@ def test_memory_is_that_of_torch_s_own_tracker():
 class Wide(Llama):
     """With a feed-forward twice as wide."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config):
         super().__init__(dataclasses.replace(config, hidden_dim=2 * config.hidden_dim))
 
 
-def one_moment(parts: list[nn.Module], *_: Any) -> torch.optim.Optimizer:
+def one_moment(parts, *_):
     return torch.optim.SGD([weight for part in parts for weight in part.parameters()], lr=0.1, momentum=0.9)
 
 
@@ -311,7 +310,7 @@ def test_the_command():
     ],
 )
 def test_mistakes_are_named(words, message):
-    def refuse() -> None:
+    def refuse():
         options, config, _ = parse([*WORDS, *words])
         check(config, options.world_size)
 

@@ -10,7 +10,6 @@ import re
 import sys
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -53,7 +52,7 @@ def test_each_start_leaves_a_trace_of_its_own(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"trace-step3-rank0.json.gz", "trace-step7-rank0.json.gz"}
 
 
-def log_on(log_ranks: tuple[int, ...]) -> None:
+def log_on(log_ranks):
     configure_logging(log_ranks, dist.get_rank())
     for name in ("ours", "botocore.credentials"):
         logging.getLogger(name).warning(f"{name} goes on")
@@ -69,19 +68,19 @@ def test_progress_is_logged_by_the_chosen_ranks_and_errors_by_all(capfd):
     assert lines == sorted(["ours goes on", *FAILS, *FAILS])
 
 
-def build_metrics(folder: Path, rank: int = 0, first_step: int = 0, **settings: Any) -> MetricsLogger:
+def build_metrics(folder, rank=0, first_step=0, **settings):
     config = Config(metrics=Metrics(**{"tensorboard": False} | settings), training=Training(steps=1100))
     device = torch.device("cpu")
     return MetricsLogger(config, folder, rank, 2, device, first_step)
 
 
-def add(metrics: MetricsLogger, step: int, loss: float = 1.0, norm: float = 0.5) -> None:
+def add(metrics, step, loss=1.0, norm=0.5):
     """A trained step, which waited a second for its data."""
     figures = torch.tensor((loss, norm))
     metrics.add(step, *figures, rates={"lr": 1e-3}, tokens=2000, flops=2_000_000, data_wait_seconds=1.0)
 
 
-def log(metrics: MetricsLogger, step: int, loss: float = 1.0) -> None:
+def log(metrics, step, loss=1.0):
     """A trained step, and its row."""
     add(metrics, step, loss)
     metrics.log(step, tokens=step)

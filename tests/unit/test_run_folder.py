@@ -8,7 +8,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -34,21 +33,21 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(
-    config: Config,
-    job: str = "",
-    identity: dict[str, Any] | None = None,
-    check: Any = lambda _: "its id",
-    restarts: int = 0,
-) -> Path:
+    config,
+    job="",
+    identity=None,
+    check=lambda _: "its id",
+    restarts=0,
+):
     environment = LaunchEnvironment(0, 0, 2, job, restarts)
     return start_run(config, identity or {}, environment, check, lambda folder: None)[0]
 
 
-def record(folder: Path, config: Config, identity: dict[str, Any], world_size: int, job: str = "") -> Any:
+def record(folder, config, identity, world_size, job=""):
     return record_start(folder, config, identity, world_size, new_start(folder, job))
 
 
-def starts_of(folder: Path) -> list[dict[str, Any]]:
+def starts_of(folder):
     return read_records(folder / STARTS)
 
 
@@ -109,7 +108,7 @@ def test_code_that_changed_between_two_starts_is_kept_and_named(tmp_path, monkey
     code.mkdir()
     run.mkdir()
 
-    def git(*words: str) -> str:
+    def git(*words):
         command = ["git", "-C", str(code), "-c", "user.name=a", "-c", "user.email=a", *words]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
@@ -158,7 +157,7 @@ def test_a_line_is_written_once_where_the_file_system_is_away_for_a_moment(tmp_p
     errors = iter([OSError(errno.EIO, "away"), OSError(errno.ESTALE, "away")])
 
     class Away(io.FileIO):
-        def write(self, data: Any) -> int | None:
+        def write(self, data):
             error = next(errors, None)
             if error:
                 raise error
@@ -288,7 +287,7 @@ def test_the_end_of_a_start_that_was_taken_for_lost_is_not_recorded(tmp_path):
 def test_restarts_without_progress_are_refused(tmp_path):
     config = Config(run=Run(folder=str(tmp_path)))
 
-    def start_and_end(job: str, *kinds: str) -> None:
+    def start_and_end(job, *kinds):
         for kind in kinds:
             record(tmp_path, config, {}, 2, job)
             record_exit(tmp_path, {"kind": kind, "cause": f"it {kind}"})

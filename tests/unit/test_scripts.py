@@ -34,7 +34,7 @@ esac
 """
 
 
-def command_lines() -> list[str]:
+def command_lines():
     """The modules of the project that are programs."""
     files = [file for pattern in ("*.py", "*/*.py") for file in ROOT.glob(pattern) if not file.match("tests/*")]
     return sorted(
@@ -55,27 +55,27 @@ def test_every_command_says_how_it_is_used(module, capfd, monkeypatch):
     assert capfd.readouterr().out.startswith("usage: ")
 
 
-def write_program(path: Path, text: str) -> Path:
+def write_program(path, text):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     path.chmod(0o755)
     return path
 
 
-def start(folder: Path, *command: str, **environment: str) -> subprocess.Popen[str]:
+def start(folder, *command, **environment):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")} | environment
     return subprocess.Popen(
         command, cwd=folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 
-def run(folder: Path, *command: str, **environment: str) -> tuple[int, str]:
+def run(folder, *command, **environment):
     process = start(folder, *command, **environment)
     said, _ = process.communicate()
     return process.returncode, said
 
 
-def log_of(folder: Path) -> list[str]:
+def log_of(folder):
     file = folder / "log"
     return file.read_text().splitlines() if file.exists() else []
 
@@ -96,7 +96,7 @@ def runner(checkout):
     return checkout
 
 
-def set_up(folder: Path, *words: str) -> tuple[int, str]:
+def set_up(folder, *words):
     return run(folder, "./setup.sh", *words, PYTHON="./python")
 
 
@@ -216,7 +216,7 @@ NODE = str(ROOT / "launch" / "node.sh")
 STARTED = "echo 2 > run/.started\n"
 
 
-def write_end(kind: str, start_again: bool) -> str:
+def write_end(kind, start_again):
     record = json.dumps({"kind": kind, "start_again": start_again}, indent=2)
     return f"{STARTED}echo '{record}' > run/exit.json\n"
 

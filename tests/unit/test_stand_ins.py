@@ -2,12 +2,11 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import loss
 import models
@@ -25,50 +24,50 @@ RING, GATHER = ("--parallelism.cp=2", "--parallelism.cp_method=ring"), ("--paral
 
 
 class GeGLU(llama.FeedForward):
-    def forward(self, x_BSD: Tensor) -> Tensor:
+    def forward(self, x_BSD):
         return self.w2(F.gelu(self.w1(x_BSD)) * self.w3(x_BSD))
 
 
 class Offset(llama.RMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return F.rms_norm(x, self.normalized_shape, 1 + self.weight.to(x.dtype), self.eps)
 
 
 class Noisy(llama.Linear):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return super().forward(F.dropout(x))
 
 
 class Capped(llama.Output):
-    def forward(self, x: Tensor, use: Any = None) -> Tensor:
+    def forward(self, x, use=None):
         return 30 * (super().forward(x, use) / 30).tanh()
 
 
 class CappedModel(llama.Llama):
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args, **kwargs):
         return 30 * (super().forward(*args, **kwargs) / 30).tanh()
 
 
 class Warm(llama.Llama):
     """Whose logits have a bias that is trained."""
 
-    def _compute_logits(self, h: Tensor, weight: Tensor) -> Tensor:
+    def _compute_logits(self, h, weight):
         return super()._compute_logits(h, weight) + self.norm.weight.sum()
 
 
 class Halved(llama.Block):
-    def forward(self, x_BSD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, x_BSD, *args, **kwargs):
         return x_BSD + self.feed_forward(self.ffn_norm(x_BSD) * 0.5)
 
 
 class OtherLogits(llama.Output):
     @staticmethod
-    def compute(x: Tensor, weight: Tensor) -> Tensor:
+    def compute(x, weight):
         return 30 * (F.linear(x, weight.to(x.dtype)) / 30).tanh()
 
 
 class Scaled(nn.Embedding):
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input):
         return 2 * super().forward(input)
 
 
@@ -76,12 +75,12 @@ SCALED = SimpleNamespace(**{**vars(nn), "Embedding": Scaled})
 
 
 class Deaf(llama.Attention):
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, *_: Any, **__: Any) -> Tensor:
+    def forward(self, x_BSD, cos, sin, *_, **__):
         return self.wo(x_BSD)
 
 
 class OtherAttention(llama.Attention):
-    def __init__(self, config: llama.LlamaConfig):
+    def __init__(self, config):
         super().__init__(config)
         self.attend = lambda q, k, v, mask: llama.attention(q / 2, k, v, mask)
 
@@ -89,22 +88,22 @@ class OtherAttention(llama.Attention):
 class Biased(llama.Linear):
     forward = llama.Linear.forward
 
-    def __init__(self, rows: int, columns: int, bias: bool = True):
+    def __init__(self, rows, columns, bias=True):
         super().__init__(rows, columns, bias=True)
 
 
-def halved(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
+def halved(logits, labels, z_loss):
     return STACK_TERMS(logits, labels, z_loss) / 2
 
 
-def windowed(query: Tensor, key: Tensor, window: int) -> Tensor:
+def windowed(query, key, window):
     return (query >= key) & (query - key < 4)
 
 
 STACK_TERMS = loss.stack_terms
 
 
-def of(model: type) -> dict[str, models.ModelSpec]:
+def of(model):
     return {"llama": replace(models.LLAMA, model=model)}
 
 
@@ -133,7 +132,7 @@ class Started(Exception):
     """Nothing was refused."""
 
 
-def start(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def start(words, monkeypatch):
     """The start of a run on rank 0 of as many as the settings need, up to its process group."""
     monkeypatch.setenv("WORLD_SIZE", "2" if "=2" in "".join(words) else "1")
     monkeypatch.setattr(train, "TrainingRun", mock.Mock(side_effect=Started))
@@ -166,8 +165,8 @@ def test_nothing_is_refused_without_an_edit(monkeypatch):
 
 
 def test_hooks_and_code_that_cannot_be_tried_count_as_edits():
-    def check(layer: llama.Linear) -> None:
-        def own(x: Tensor, weight: Tensor) -> Tensor:
+    def check(layer):
+        def own(x, weight):
             return with_parts(layer, weight=weight)(x)
 
         check_stand_in("Linear", own, F.linear, [numbers(3, 4), numbers(2, 4)], "float8", "float8.enable = false")

@@ -32,7 +32,7 @@ def texts():
     return [" ".join(rng.choices(WORDS, k=rng.randint(1, 60))) for _ in range(200)]
 
 
-def with_template(texts: list[str], eos: AddedToken, template: str) -> RawTokenizer:
+def with_template(texts, eos, template):
     """A byte-level BPE with <|begin_of_text|>, <|endoftext|>, `eos` and a template."""
     raw = train_tokenizer(texts, 300).raw
     raw.add_tokens([AddedToken("<|begin_of_text|>", special=True), eos])
@@ -133,7 +133,7 @@ SPOKEN = "in 2023 and 1999, 100000 日本語\n naïve"
 MESSAGES = [{"role": "user", "content": SPOKEN}, {"role": "assistant", "content": f"{SPOKEN}!"}]
 
 
-def write_model(folder: Path, texts: list[str], tokenizer_class: str, model_type: str) -> None:
+def write_model(folder, texts, tokenizer_class, model_type):
     """A folder of Hugging Face's without weights, whose tokenizer.json splits numbers in its own way."""
     raw = RawTokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.Sequence(

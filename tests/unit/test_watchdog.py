@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 # ---------------------------------------------------------------- requests to stop
 
 
-def votes(folder: Path, asked: dict[int, tuple[signal.Signals | str, ...]]) -> tuple[list[bool], bool, bool]:
+def votes(folder, asked):
     """Of two ranks on each node: the votes of two steps, whether only others leave, whether the job starts again."""
     rank = dist.get_rank()
     with StopRequest(folder, LaunchEnvironment(rank, rank % 2, dist.get_world_size())) as stop:
@@ -62,7 +62,7 @@ def test_ranks_agree_who_leaves_after_the_step_and_whether_the_job_starts_again(
     assert not list(tmp_path.iterdir()), "the file is gone once it is obeyed"
 
 
-def under_nohup(folder: Path) -> Any:
+def under_nohup(folder):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return votes(folder, {0: (signal.SIGHUP,)})
 
@@ -71,7 +71,7 @@ def test_under_nohup_a_closed_terminal_does_nothing(tmp_path):
     assert run_ranks(1, under_nohup, tmp_path) == [([False, False], False, False)]
 
 
-def leave_by(error: Exception, folder: Path, asked_by: signal.Signals) -> str:
+def leave_by(error, folder, asked_by):
     """Leave the context by an error on rank 1 alone, which was asked to stop; the others wait for it elsewhere."""
     rank, said = dist.get_rank(), ""
     stop = StopRequest(folder, LaunchEnvironment(rank, rank, 2))
@@ -98,7 +98,7 @@ def test_a_rank_that_torchrun_ends_since_another_failed_says_nothing(tmp_path):
 # ---------------------------------------------------------------- why a run ends
 
 
-def raise_in_collective(error: BaseException) -> None:
+def raise_in_collective(error):
     """Raise `error` as if by code of torch.distributed."""
     scope: dict[str, Any] = {}
     exec(compile("def fail(error):\n    raise error", "/site-packages/torch/distributed/tensor/x.py", "exec"), scope)
@@ -117,7 +117,7 @@ ENDS = [  # error, kind, rank, start_again (what a scheduler is told), cause
 ]
 
 
-def explain_all(folder: Path) -> None:
+def explain_all(folder):
     """Each of the errors, and a consequence of it, in a folder of its own."""
     environment = LaunchEnvironment(rank=0, local_rank=0, world_size=1, max_restarts=1)
     for number, (error, *_) in enumerate(ENDS):
@@ -148,7 +148,7 @@ def test_the_first_who_knows_the_cause_writes_it(tmp_path, capfd, monkeypatch):
         assert "forward/backward of step 7); last checkpoint step 5; next: torchrun starts the job again" in line
 
 
-def stop_by_hand(folder: Path) -> None:
+def stop_by_hand(folder):
     rank = dist.get_rank()
     watchdog = Watchdog(folder, LaunchEnvironment(rank, rank, 2, local_world_size=2), Config())
     watchdog.announce(End("stopped", "by hand"))
@@ -160,7 +160,7 @@ def test_a_stopped_run_says_what_to_type_to_go_on(tmp_path):
     assert how_it_ended(tmp_path)["next_action"] == f"go on with {command}"
 
 
-def lose_the_other(folder: Path) -> None:
+def lose_the_other(folder):
     """The second of two ranks is killed, and the first waits for it in a collective."""
     rank = dist.get_rank()
     watchdog = Watchdog(folder, LaunchEnvironment(rank, rank, 2, local_world_size=2), Config())
@@ -180,7 +180,7 @@ def test_a_rank_that_was_lost_in_a_collective_is_named(tmp_path):
     assert (record["kind"], record["rank"], record["step"], record["start_again"]) == ("lost", 1, 3, True)
 
 
-def nest(folder: Path) -> tuple[list[str], str]:
+def nest(folder):
     """The section after each move, and the one that an error is said to have ended."""
     watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config())
     watchdog.enter("training", step=1)
@@ -207,11 +207,11 @@ def test_sections_nest_and_are_left_again(tmp_path):
     assert run_ranks(1, nest, tmp_path) == [(["optimizer", "load", "load", "training"], "checkpoint")]
 
 
-def progress(folder: Path) -> list[tuple[bool, bool]]:
+def progress(folder):
     """Whether a call of `alive` counts as progress, in another thread and on the main one, by section."""
     watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config())
 
-    def counts() -> bool:
+    def counts():
         watchdog._entered = 0.0
         watchdog.alive()
         return watchdog._entered > 0
@@ -228,7 +228,7 @@ def test_bytes_of_a_checkpoint_are_progress_where_the_main_thread_waits_for_them
     assert run_ranks(1, progress, tmp_path) == [[(True, True)] * 3 + [(False, True)]]
 
 
-def verdicts(folder: Path, device: str, section: str, waits: bool) -> list[Any]:
+def verdicts(folder, device, section, waits):
     """Kind and blamed rank of a rank that has been in a section for a share of the limit."""
     watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config(comm=Comm(init_timeout_seconds=100)))
     watchdog.enter(section, step=1)
@@ -260,7 +260,7 @@ def test_who_is_blamed_when_depends_on_where_a_rank_waits(device, section, waits
     assert run_ranks(1, verdicts, tmp_path, device, section, waits) == [expected]
 
 
-def look_at_a_stopped_rank(folder: Path) -> list[Any]:
+def look_at_a_stopped_rank(folder):
     """What is said of a neighbour that was stopped, after a while and after four fifths of the limit; how it ended."""
     neighbour = subprocess.Popen(["sleep", "1000"])
     os.kill(neighbour.pid, signal.SIGSTOP)
@@ -277,11 +277,11 @@ def test_a_rank_that_was_stopped_has_time(tmp_path):
     assert found == [None, None, End("hung", "hung: rank 1 does not run, it was stopped", 1), -signal.SIGKILL]
 
 
-def close_while_looking(folder: Path) -> None:
+def close_while_looking(folder):
     """The thread sees that another rank is gone, which has left together with this one."""
     watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config())
 
-    def look(idle_seconds: float) -> End:
+    def look(idle_seconds):
         watchdog.explain(None, None, None)
         return End("lost", "rank 1 was lost", 1)
 
@@ -310,7 +310,7 @@ def test_a_process_ends_with_its_exit_code_and_waits_for_no_thread(
 ):  # fmt: skip
     monkeypatch.setattr(dist, "barrier", lambda: None)
 
-    def main() -> None:
+    def main():
         threading.Thread(target=threading.Event().wait).start()
         if ended:
             raise ended
@@ -327,7 +327,7 @@ def test_a_process_ends_with_its_exit_code_and_waits_for_no_thread(
 # ---------------------------------------------------------------- torchrun
 
 
-def ended_for_good(errors: list[TitaniteError]) -> list[bool]:
+def ended_for_good(errors):
     """Whether this rank, after each error, tells torchrun to start no rank again."""
     os.environ["TORCHELASTIC_MAX_RESTARTS"] = "1"
     found = []
