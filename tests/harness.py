@@ -8,8 +8,10 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 import torch
@@ -22,7 +24,7 @@ GROUP_TIMEOUT_SECONDS = 120
 pyarrow.array([0]).to_numpy()  # imports pandas, where it is installed: a quarter of a second for each rank
 
 
-def run_ranks(world_size, function, *args, start_group=True):
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, start_group: bool = True) -> list[Any]:
     """Call `function(*args)` on every rank of a gloo group; return the picklable results by rank.
 
     RANK, LOCAL_RANK and WORLD_SIZE are set as torchrun sets them; without `start_group` the function
@@ -50,7 +52,7 @@ def run_ranks(world_size, function, *args, start_group=True):
         return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def prepare_fork():
+def prepare_fork() -> None:
     """Collect garbage here, and leave what stays out of every later collection, which walks through a million objects.
 
     A fork that collected a process group of its parent would wait for ever for a thread that it does not have.
@@ -59,7 +61,9 @@ def prepare_fork():
     gc.freeze()
 
 
-def _run_child(rank, world_size, folder, start_group, function, args):
+def _run_child(
+    rank: int, world_size: int, folder: str, start_group: bool, function: Callable[..., Any], args: tuple[Any, ...]
+) -> int:
     """The life of a rank; never returns."""
     code = 1
     try:
@@ -91,5 +95,5 @@ def _run_child(rank, world_size, folder, start_group, function, args):
             os._exit(code)
 
 
-def _read(path):
+def _read(path: Path) -> str:
     return (path.read_text() if path.exists() else "") or "(ended before it could say why)"

@@ -11,7 +11,6 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -49,7 +48,7 @@ def correct_casts():
         tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2, tl.bfloat16: torch.bfloat16,
         tl.float32: torch.float32,
     }  # fmt: skip
-    builder: Any = interpreter.InterpreterBuilder
+    builder = interpreter.InterpreterBuilder
     others = builder.cast_impl
 
     def cast(self, src, dst_type, *_):

@@ -70,7 +70,7 @@ LLAMA = LAYOUTS | {
     "PP 2, float8": IN_FLOAT8(2, (*PP, *FLOAT8)),
     "FSDP 2 x TP 2, float8": IN_FLOAT8(4, (*TP, *GATHERED)),
 }
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "qkv_bias": True,
     "o_bias": True,
     "mlp_bias": True,

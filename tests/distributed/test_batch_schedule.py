@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.runs import SMALL, STEPS, column, launch, read, validated
+from tests.runs import SMALL, STEPS, column, launch, read
 from tools.audit import prove
 
 # Of 32 tokens a sample: 4 steps of 4 samples until 500 tokens are seen, 3 of 8 until 1,200 are, then 12.
@@ -43,10 +43,3 @@ def test_a_run_follows_its_schedule_through_stops_and_on_other_ranks(dataset, tm
     assert prove(stopped)[1].startswith("steps made void by a resume, left out: 3")
     starts = [line for line in read(pair, "data/rank-00001.jsonl") if "start" in line]
     assert [line["shape"]["accumulation"] for line in starts] == [1, 2, 2, 3, 3]
-
-    # A long sequence in pieces is trained and validated as short ones are.
-    lengths = ["--training.seq_len=8 @ 0, 16 @ 700", "--training.global_batch_size=8 @ 0, 16 @ 500"]
-    short = ["--training.local_batch_size=4", "--lr_scheduler.follow_batch=16", "--training.steps=6"]
-    launch(1, tmp_path / "short", [*words, *lengths, *short])
-    assert column(whole, "loss")[:6] == pytest.approx(column(tmp_path / "short", "loss"), rel=1e-6)
-    assert validated(whole)[6] == pytest.approx(validated(tmp_path / "short")[6], rel=1e-6)

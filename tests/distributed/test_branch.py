@@ -74,7 +74,7 @@ def train_ranks(world_size, folder, dataset, *words, stop_after=0):
 
 def run_and_log(arguments):
     """Train as `run` does. Returns what optim and run.run logged."""
-    said: list[str] = []
+    said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     for name in ("optim", "run.run"):
@@ -175,16 +175,6 @@ def test_a_branch_is_resumed_from_its_own_checkpoints(dataset, tmp_path):
     assert len(train_ranks(1, again, dataset, *words)) == 1
     ours, theirs = (json.loads((folder / "parent.json").read_text()) for folder in (again, gone))
     assert ours == theirs
-
-
-def test_a_branch_of_a_branch(trunk_run, dataset, tmp_path):
-    (trunk, trained), first, second = trunk_run, tmp_path / "first", tmp_path / "second"
-    train_ranks(1, first, dataset, f"--checkpoint.branch_from={trunk}@4", "--checkpoint.interval=3")
-    words = [f"--checkpoint.branch_from={first / 'checkpoints'}@6"]
-    assert train_ranks(2, second, dataset, *words) == trained[6:]
-    saved = sorted(path.name[:13] for path in (second / "checkpoints").glob("step-*"))
-    assert saved == ["step-00000008"]
-    assert prove(second)[0] == "8 steps, 512 tokens, without gap or overlap, on [1, 2] data-parallel ranks"
 
 
 def test_mistakes_are_one_line_before_anything_is_written(trunk_run, dataset, tmp_path):

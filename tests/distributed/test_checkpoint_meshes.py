@@ -1,4 +1,4 @@
-"""The same names and values under every wrapper: tensor and pipeline parallel, compile, recomputation, float8."""
+"""The same names and values in every layout: replicas, tensor and pipeline parallel."""
 
 import copy
 from collections import Counter
@@ -9,12 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from checkpoint import CheckpointError
 from checkpoint.lease import take_lease
@@ -59,18 +57,6 @@ def pipeline_of_three_stages(model):
     return [stages[0], stages[2]] if dist.get_rank() == 0 else [stages[1]]
 
 
-def wrapped(model):
-    """Recomputation around a compiled block, inside FSDP2."""
-    for name, block in model.blocks.items():
-        model.blocks[name] = checkpoint_wrapper(torch.compile(block, backend="aot_eager"))
-    return [fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))]
-
-
-def float8(model):
-    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
-    return fsdp(model)
-
-
 def _split(model, mesh):
     plan = {
         "blocks.0.1": ColwiseParallel(output_layouts=Replicate()),
@@ -80,7 +66,7 @@ def _split(model, mesh):
     return parallelize_module(model, mesh, plan)
 
 
-WAYS = [(hsdp, 4), (fsdp_and_tensor_parallel, 4), (pipeline_of_three_stages, 2), (wrapped, 2), (float8, 2)]
+WAYS = [(hsdp, 4), (fsdp_and_tensor_parallel, 4), (pipeline_of_three_stages, 2)]
 
 
 def build(folder, parallelize, seed):

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +19,7 @@ from checkpoint.manager import CheckpointManager
 from config import ConfigError, Failures, TitaniteError, load_config
 from run.exits import AGAIN
 from run.failures import SIGMA_WINDOW, BadSteps, RolledBackError
-from run.folder import note_start, record_exit
+from run.folder import record_exit
 from run.processes import process_state, shut_down
 from run.stop import StopRequest
 from tests.harness import run_ranks
@@ -171,7 +170,7 @@ def test_spikes_are_measured_by_deviations(tmp_path):
 
 def timeouts(arguments):
     """The longest waits of all groups of this rank: before the first step, in which another comes, and after it."""
-    found: list[set[float]] = []
+    found = []
 
     def look(stop):
         groups = dist.distributed_c10d._world.pg_map
@@ -208,7 +207,7 @@ def exit_code(arguments, *signals):
             for number in signals:
                 os.kill(os.getpid(), number)
 
-    code: Any = 0
+    code = 0
     with mock.patch("run.watchdog.record_exit", say_slowly):
         try:
             train(config, after_step)
@@ -380,17 +379,3 @@ def test_a_rank_that_is_asked_to_stop_before_training_says_why(ranks, kind, smal
     assert (ended["kind"], ended["section"], ended["start_again"]) == (kind, "start", True)
     cause = "stopped by SIGTERM, before any step" if kind == "stopped" else "rank 1 was lost"
     assert ended["cause"].startswith(cause)
-
-
-def notes(arguments):
-    """Whether this rank, alone on its node, notes the start and the end there."""
-    os.environ["LOCAL_RANK"] = "0"
-    start = mock.patch("run.run.note_start", wraps=note_start)
-    end = mock.patch("run.watchdog.record_exit", wraps=record_exit)
-    with start as noted, end as recorded:
-        run(arguments)
-    return noted.called, recorded.called
-
-
-def test_each_node_notes_a_start_and_its_end(small, tmp_path):
-    assert launch(2, tmp_path / "run", [*small, "--training.steps=1"], function=notes) == [(True, True)] * 2

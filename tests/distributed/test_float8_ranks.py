@@ -29,8 +29,8 @@ class Traffic(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.gathered_bytes: list[int] = []  # by FSDP2
-        self.gathered_activations: list[int] = []  # by tensor parallelism
+        self.gathered_bytes = []  # by FSDP2
+        self.gathered_activations = []  # by tensor parallelism
         self.max_reductions = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

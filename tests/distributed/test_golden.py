@@ -13,7 +13,7 @@ STEPS = (1, 10, 50)  # up to which figures are compared; differences grow from o
 # AVX-512, between runs with ATEN_CPU_CAPABILITY=default or avx2, ONEDNN_MAX_CPU_ISA=AVX2 or SSE41, MKL_CBWR=COMPATIBLE,
 # several of these, two threads, and none of this. The comments say what was seen. Runs that round to few bits drift
 # apart, so it is their first steps that show whether they round as they should.
-TOLERANCES: dict[str, dict[str, tuple[float, float, float]]] = {
+TOLERANCES = {
     "float32": {
         "losses": (5e-7, 1e-6, 1e-6),  # 7.7e-8, 1.9e-7, 2.1e-7
         "grad_norms": (6e-7, 2.5e-6, 1e-5),  # 1.6e-7, 5.6e-7, 1.9e-6

@@ -24,7 +24,7 @@ LOCAL_STEPS, ISLANDS = 5, 2
 APART = (f"--parallelism.dp_replicate={ISLANDS}", f"--parallelism.local_steps={LOCAL_STEPS}")
 APART += (f"--validation.interval={LOCAL_STEPS}",)
 # World size, settings, and an island's samples in a row, which decide what it trains on.
-LAYOUTS: dict[str, tuple[int, tuple[str, ...], int]] = {
+LAYOUTS = {
     "one rank each": (2, (), 2),
     "TP 2 each": (4, ("--parallelism.tp=2",), 2),
     "PP 2 each": (4, ("--parallelism.pp=2", "--training.local_batch_size=4"), 4),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,7 +50,7 @@ def norms_of_layers(config):
     given = opened(replace_norm(config), 1, 1)
     trainer = start_in_layout(given, CPU)
     trainer.compute_gradients(next(steps_of(given, trainer.dims, dist.get_rank())), measure=True)
-    squares: dict[str, float] = defaultdict(float)
+    squares = defaultdict(float)
     for name, weight in trainer.parts[0].named_parameters():
         assert weight.grad is not None
         squares[layer_of(name)] += whole(weight.grad).double().square().sum().item()
@@ -116,7 +116,7 @@ def loss_of_split_logits(size):
     labels = torch.randint(0, 64, (2, 8), generator=generator)
     labels[0, :3] = IGNORED
     whole, own = logits.double().requires_grad_(), logits.chunk(2, dim=-1)[mesh.get_local_rank()].requires_grad_()
-    kept: list[Tensor] = []
+    kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
         loss = vocab_parallel_cross_entropy(own, labels, mesh, IGNORED)
     assert {x.dtype for x in kept if x.numel() >= own.numel()} == {torch.bfloat16}
@@ -208,8 +208,8 @@ class CountOps(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.counts: Counter[str] = Counter()
-        self.widths: list[int] = []  # columns of each matmul's result
+        self.counts = Counter()
+        self.widths = []  # columns of each matmul's result
         self.logits = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -235,7 +235,7 @@ def test_only_a_chunk_of_the_logits_exists_at_a_time():
 
 def run_counted(mode):
     """Loss of one step, the bytes autograd keeps for backward, widths of matmuls, attention forwards computed."""
-    kept: dict[int, int] = {}
+    kept = {}
 
     def pack(x):
         kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()

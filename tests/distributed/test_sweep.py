@@ -122,7 +122,7 @@ class Forked:
     after_step = staticmethod(lambda step: None)
 
     def __init__(self, run, world_size, place):
-        self.returncode: int | None = None
+        self.returncode = None
         prepare_fork()
         self.pid = os.fork()
         if not self.pid:

@@ -225,17 +225,6 @@ def test_the_mean_of_checkpoints_is_measured_and_changes_no_bit_of_the_training(
     assert found[4] == pytest.approx(nats / tokens, rel=1e-5)
 
 
-def test_a_damaged_checkpoint_ends_no_run_that_measures_means(small, tmp_path, capfd):
-    words = [*small, "--checkpoint.interval=1", "--validation.interval=1", "--validation.average=3"]
-    launch(1, tmp_path, [*words, "--training.steps=3"])
-    for file in tmp_path.glob("checkpoints/step-00000002-*/*.distcp"):
-        file.write_bytes(bytes(file.stat().st_size))
-    launch(1, tmp_path, [*words, "--training.steps=5"])
-    assert "no figures of the mean of checkpoints: " in capfd.readouterr().err
-    rows = [row for row in read(tmp_path, "metrics.jsonl") if row["validation_loss"] is not None]
-    assert ["validation_loss/average" in row for row in rows] == [True, True, True, False, True]
-
-
 def test_an_average_has_the_weighted_mean_of_its_checkpoints(small, tmp_path, caplog):
     """And a run begins from it."""
     run, out = tmp_path / "run", tmp_path / "mean"

@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import tests.conftest  # noqa: F401  # no GPU and one thread, as in the tests; before torch
 
@@ -34,7 +34,7 @@ from tests.harness import run_ranks
 from train import train
 
 ROOT, GOLDEN = Path(__file__).parents[2], Path(__file__).parent
-STORED: dict[str, Any] = json.loads((GOLDEN / "runs.json").read_text())
+STORED = json.loads((GOLDEN / "runs.json").read_text())
 RUN = "fsdp2-resumed-float32"  # the case of the run folder, which ends half way; here it is run to its end at once
 STOP_AFTER = 6
 
@@ -48,7 +48,6 @@ class Case(NamedTuple):
 
 
 CASES = {name: Case(*(entry[field] for field in Case._fields)) for name, entry in STORED["cases"].items()}
-Given = list[list[np.ndarray]]  # by step and microbatch: int32 [local_batch_size, 2, seq_len], tokens and labels
 
 
 def given(arguments, stop_after=0):

@@ -9,9 +9,8 @@ import os
 
 import pytest
 import torch
-from torch import Tensor
 
-from float8.casts import cast, to_float8
+from float8.casts import cast
 from tests.unit.test_float8_kernels import SHAPE, SOURCES, operands
 from tests.unit.test_float8_layers import build, check_block, gradients
 from tests.unit.test_float8_numerics import check
@@ -25,9 +24,6 @@ RECIPES = ("tensorwise", "rowwise")
 EXACT = ("copy", "norm")  # products of float32, which every device rounds alike; an exponential is not
 # A byte may be the next one, 2^-3 of its value away in e4m3 and 2^-2 in e5m2, where an exponential's last bit differs.
 LINE_TOLERANCE = 0.05
-
-
-Layout = tuple[Tensor, Tensor]  # values [M, N], and their scales
 
 
 def layouts(recipe, source, gradient, device):
@@ -68,21 +64,3 @@ def test_a_layers_three_matmuls(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_block(recipe):
     check_block(recipe, DEVICE, gradients(build(dtype=torch.float64)))
-
-
-@pytest.mark.skipif(not ON_GPU, reason="18 GB; tests/unit/test_float8_kernels.py has the last tile of such a tensor")
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_more_values_than_an_int32_counts(recipe):
-    """The last rows of 2^31 + 2^25 values. Plain torch gets them below a row of the maxima of all columns."""
-    M, N, tail = 2**17, 2**14 + 2**8, 256
-    x = torch.randn(M, N, device="cuda", dtype=torch.bfloat16)
-    of_columns = torch.maximum(x.amax(0), -x.amin(0))[None]
-    maxima = of_columns.amax().float()[None]
-    found = [part.cpu() for part in to_float8("copy", recipe, [x], maxima, False, True, True)]
-    last = torch.cat((of_columns, x[-tail:])).cpu()
-    rows, row_scales, columns, column_scales = to_float8("copy", recipe, [last], maxima.cpu(), False, True, True)
-    assert torch.equal(found[0][:, -tail:], rows[:, 1:])
-    assert torch.equal(found[2][:, :, -tail:], columns[:, :, 1:])
-    if recipe != "tensorwise":
-        assert torch.equal(found[1][:, -tail:], row_scales[:, 1:])
-        assert torch.equal(found[3][:, :, -column_scales.shape[2] :], column_scales)

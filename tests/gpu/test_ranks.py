@@ -9,7 +9,6 @@ TEST_GPU=1 python -m pytest tests/gpu/test_ranks.py [-k "2ranks"]
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -77,7 +76,7 @@ def here(layout):
 @pytest.mark.parametrize("ranks", [1, 2, 4], ids=lambda ranks: f"{ranks}ranks")
 @pytest.mark.parametrize("name", TABLES)
 def test_every_layout_trains_as_a_plain_loop(name, ranks):
-    table: Any = TABLES[name]
+    table = TABLES[name]
     layouts = {key: here(layout) for key, layout in table.layouts.items() if layout.ranks == ranks}
     words = [f"--config={CONFIG}", "--data.datasets=[]", "--optimizer.lr=3e-3", *table.words]
     found = dict(compare_layouts(words, layouts))

@@ -21,6 +21,7 @@ import sys
 import threading
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -46,14 +47,14 @@ HOP_HEADERS = ("content-length", "transfer-encoding", "connection", "expect")
 class FaultProxy:
     """Steers a running proxy."""
 
-    def __init__(self, endpoint):
+    def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
 
-    def reset(self):
+    def reset(self) -> None:
         """No faults, counts from zero."""
         self._control({"reset": True})
 
-    def fault(self, fault, operation=".*", key="", skip=0, times=10**6):
+    def fault(self, fault: str, operation: str = ".*", key: str = "", skip: int = 0, times: int = 10**6) -> None:
         """From now on `fault` for requests whose operation and key match these regular expressions.
 
         The first `skip` of them pass, the next `times` are hit. Operations: put, upload_part, create_multipart,
@@ -62,18 +63,18 @@ class FaultProxy:
         rule = {"fault": fault, "operation": operation, "key": key, "skip": skip, "times": times}
         self._control({"rule": rule})
 
-    def counts(self):
+    def counts(self) -> dict[str, int]:
         """Requests by operation, faults as `fault:NAME`, and `bytes_out` of the answers' bodies."""
         return self._control({})
 
-    def _control(self, message):
+    def _control(self, message: dict[str, Any]) -> dict[str, int]:
         request = urllib.request.Request(self.endpoint + CONTROL, json.dumps(message).encode(), method="POST")
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
 
 @contextmanager
-def fault_proxy(upstream):
+def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
     """Start a proxy before the server at `upstream`. It ends with its input: with this process, even if killed."""
     port, pipe = free_port(), subprocess.PIPE
     command = [sys.executable, "-m", "tests.s3.fault_proxy", upstream, str(port)]
@@ -94,7 +95,7 @@ class _Proxy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
-    def handle_request(self):
+    def handle_request(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
         if self.path == CONTROL:
             self.answer(200, {}, _control(json.loads(body)))
@@ -103,7 +104,7 @@ class _Proxy(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_request
 
-    def misbehave(self, fault, body):
+    def misbehave(self, fault: str, body: bytes) -> None:
         if fault == "hang":
             threading.Event().wait()
         if fault == "flip_sent":
@@ -124,7 +125,7 @@ class _Proxy(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
 
-    def forward(self, body):
+    def forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_HEADERS}
         with closing(HTTPConnection(sys.argv[1].removeprefix("http://"))) as upstream:
             upstream.request(self.command, self.path, body or None, headers)
@@ -137,7 +138,7 @@ class _Proxy(BaseHTTPRequestHandler):
             COUNTS["bytes_out"] += len(content)
         return answer.status, kept, content
 
-    def answer(self, status, headers, body):
+    def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
         self.send_response_only(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
@@ -146,7 +147,7 @@ class _Proxy(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _control(message):
+def _control(message: dict[str, Any]) -> bytes:
     with LOCK:
         if message.pop("reset", False):
             RULES.clear()
@@ -155,7 +156,7 @@ def _control(message):
         return json.dumps(COUNTS).encode()
 
 
-def _matching_fault(operation, key):
+def _matching_fault(operation: str, key: str) -> str:
     with LOCK:
         COUNTS[operation] += 1
         for rule in RULES:
@@ -171,7 +172,7 @@ def _matching_fault(operation, key):
     return ""
 
 
-def _flipped(body):
+def _flipped(body: bytes) -> bytes:
     """`body` with one bit changed, in its middle."""
     changed = bytearray(body)
     if body:
@@ -179,7 +180,7 @@ def _flipped(body):
     return bytes(changed)
 
 
-def _operation(method, url):
+def _operation(method: str, url: str) -> tuple[str, str]:
     """(operation, bucket/key)"""
     path, _, query = url.partition("?")
     path = unquote(path).lstrip("/")

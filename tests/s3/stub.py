@@ -1,17 +1,13 @@
 """An HTTP server of which a test says each answer."""
 
 import threading
-from collections.abc import Callable
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-# Of a request: its status, headers and body.
-Answer = Callable[[BaseHTTPRequestHandler], tuple[int, dict[str, str], bytes]]
-
 
 @contextmanager
-def answering(answer, tls=None):
-    """Start it; yields its endpoint, https with `tls`; stops it at the end."""
+def answering(answer):
+    """Start it; yields its endpoint; stops it at the end."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -32,8 +28,6 @@ def answering(answer, tls=None):
             pass
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        if tls:
-            server.socket = tls.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http{'s' if tls else ''}://127.0.0.1:{server.server_port}"
+        yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

@@ -3,10 +3,7 @@
 import itertools
 import os
 import pickle
-import ssl
-import subprocess
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -204,29 +201,6 @@ def test_requests_refused_at_times_are_taken_at_last(endpoint, caplog):
     sizes = iter(("2=", "29"))
     with answering(lambda request: (200, {}, f"{page % next(sizes)}</ListBucketResult>".encode())) as url:
         assert endpoint(url, 5).sizes() == {"x": 29}
-
-
-def test_https_that_cannot_be_spoken_or_trusted_is_not_waited_for(endpoint, tmp_path, monkeypatch):
-    """http behind an https address; a certificate that this machine does not know, until AWS_CA_BUNDLE names it."""
-    key, certificate, sums = tmp_path / "key.pem", tmp_path / "certificate.pem", []
-    command = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=me -addext subjectAltName=IP:127.0.0.1"
-    subprocess.run([*command.split(), "-keyout", key, "-out", certificate], check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-
-    def answer(request):
-        sums.append(request.headers["x-amz-content-sha256"])
-        return 200, {"ETag": '"e"'}, b""
-
-    for tls, said in ((None, r"check AWS_ENDPOINT_URL_S3 \(https or http\?\)"), (context, "AWS_CA_BUNDLE=/path/to/ca")):
-        with answering(answer, tls) as url:
-            with pytest.raises(StoreError, match=said) as caught:
-                endpoint(url.replace("http:", "https:"), 60).put("x", b"abc")
-            assert not isinstance(caught.value, OutageError)
-            monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
-            endpoint(url).put("x", b"abc")
-            monkeypatch.delenv("AWS_CA_BUNDLE")
-    assert sums == [sha256(b"abc").hexdigest(), "UNSIGNED-PAYLOAD"], "TLS vouches for it"
 
 
 def test_the_parts_of_an_upload_suffice_for_the_largest_object(monkeypatch):

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import pytest
 from jinja2 import UndefinedError
@@ -173,7 +172,7 @@ TRL = find_spec("trl")  # pip install --no-deps trl
 MARKED = sorted(Path(TRL.origin).parent.glob("chat_templates/*_training.jinja")) if TRL and TRL.origin else []
 SPELT = r"<\|[^|<>'\"{}]{1,40}\|>|<(?:start|end)_of_turn>|</?s>|<eos>|<bos>|<｜[^<>]{1,40}｜>"
 ARGUMENTS = CALL | {"id": "abcdefghi", "function": {"name": "f", "arguments": {"y": "é"}}}
-DIALOGUES: list[tuple[list[Any], Any]] = [
+DIALOGUES = [
     (TURNS, None),
     ([{"role": "system", "content": "be kind"}, *TURNS], None),
     ([TURNS[0], {"role": "assistant", "content": "", "tool_calls": [ARGUMENTS]}, ANSWERED, LAST], [TOOL]),
@@ -189,7 +188,7 @@ def test_trl_s_marked_templates_give_its_ids_and_masks_or_a_refusal(file):
     theirs = PreTrainedTokenizerFast(
         tokenizer_object=RawTokenizer.from_str(raw.to_str()), bos_token="<|endoftext|>", eos_token="<|endoftext|>"
     )
-    options: dict[str, Any] = {"chat_template": source, "return_dict": True, "return_assistant_tokens_mask": True}
+    options = {"chat_template": source, "return_dict": True, "return_assistant_tokens_mask": True}
     for turns, tools in DIALOGUES:
         try:
             example = encode_conversation(ours, turns, tools)

@@ -71,29 +71,6 @@ def test_resume_falls_back_as_a_whole_and_removes_the_damaged_one_after_the_next
     assert steps_in(tmp_path) == [2, 1]
 
 
-@pytest.mark.parametrize("way", [Ranks.together, Ranks.from_rank_0])
-def test_an_error_that_all_ranks_raise_still_says_its_cause(way):
-    def fail():
-        raise RuntimeError("outer") from ValueError("inner")
-
-    with pytest.raises(RuntimeError, match="outer") as caught:
-        way(Ranks(), fail)
-    assert isinstance(caught.value.__cause__, ValueError)
-    refusal = CheckpointError("full")
-    with pytest.raises(CheckpointError, match="full"):
-        way(Ranks(), mock.Mock(side_effect=refusal))
-    assert refusal.agreed, "one rank speaks for all"
-    with pytest.raises(RuntimeError, match=r"^OfTwoWords: no room$"):
-        way(Ranks(), mock.Mock(side_effect=OfTwoWords("no", "room")))
-
-
-class OfTwoWords(Exception):
-    """Does not come back from its pickle, which would leave other ranks waiting."""
-
-    def __init__(self, first, second):
-        super().__init__(f"{first} {second}")
-
-
 def test_a_store_that_is_away_for_one_rank_makes_the_damage_that_another_finds_no_reason(monkeypatch):
     """By which all would pass over a checkpoint that may be whole."""
     damage, away = DamagedError("missing"), StoreError("away")
@@ -191,16 +168,6 @@ def test_payload_in_the_index_never_runs(tmp_path, run):
             unpickle_metadata(pickled)
 
 
-def test_an_item_that_was_planned_and_not_written_is_no_checkpoint(tmp_path):
-    store, state = LocalStore(tmp_path), {"model": {"x": torch.ones(3), "y": torch.ones(3)}}
-    plan = plan_save(state, Ranks())
-    written = write_items(store, "one", 0, plan.files, resolver(state))
-    written.popitem()
-    with pytest.raises(CheckpointError, match="planned"):
-        commit(store, "one", plan.metadata, [written], {})
-    assert not (tmp_path / "one" / "MANIFEST.json").exists()
-
-
 def test_payload_in_the_place_of_a_tensor_never_runs(tmp_path, monkeypatch):
     """By somebody who can write everything: index, checksums and manifest agree with it. Stock's have no checksums."""
     marker, store = tmp_path / "ran", LocalStore(tmp_path)
@@ -296,17 +263,3 @@ def written_alone(store, values):
     plan = plan_save({"model": values}, Ranks())
     commit(store, "one", plan.metadata, [write_items(store, "one", 0, plan.files, resolver({"model": values}))], {})
     return open_checkpoint(store, "one")
-
-
-@pytest.mark.parametrize(("together", "reads"), [(4, 10), (0, 40)])  # 0: an item is larger than a range
-def test_neighbours_are_read_together(tmp_path, monkeypatch, together, reads):
-    store, values = LocalStore(tmp_path), {f"{i}": torch.full((5,), i) for i in range(40)}
-    monkeypatch.setattr(files, "FILES", 1)
-    opened, read, asked = written_alone(store, values), store.read, []
-    (size,) = {info.length for info in opened.metadata.storage_data.values()}
-    store.read = lambda *place: asked.append(place) or read(*place)
-    monkeypatch.setattr(files, "RANGE_BYTES", int((together + 0.5) * size))
-    state = {name: torch.zeros_like(value) for name, value in values.items()}
-    read_state(opened, {"model": state})
-    assert_same(state, values)
-    assert len(asked) == reads

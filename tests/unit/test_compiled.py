@@ -63,7 +63,7 @@ def kept_bytes(float8, checkpointing, S):
     cos, sin = rope_cos_sin(model.config.rope(0), torch.arange(S)[None])
     x = torch.randn(B, S, D, dtype=torch.bfloat16, requires_grad=True)
     weights = {tuple(p.shape) for p in block.parameters() if p.ndim == 2}
-    kept: dict[int, int] = {}
+    kept = {}
 
     def pack(tensor):
         # One rank has no FSDP, so a bfloat16 copy of each weight is kept, too.

@@ -251,7 +251,7 @@ def test_what_is_wrong_before_a_fork_is_found(branch):
 def test_the_documents_of_a_step_are_those_of_its_batch(run, capsys):
     folder, batches = run
     audit.main(["--run", str(folder), "--steps", "1:13"])
-    listed: dict[int, list[int]] = {}
+    listed = {}
     pattern = r"step (\d+) sample (\d+): (\S+) block (\d+) row (\d+) tokens (\d+):(\d+): \"(.*)\""
     for line in capsys.readouterr().out.splitlines():
         step, _, file, block, row, first, stop, text = re.fullmatch(pattern, line).groups()

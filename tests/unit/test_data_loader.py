@@ -265,7 +265,7 @@ def test_a_state_of_another_order_is_refused(folders, change, message):
 
 def watched_stream(split, readers, away=()):
     """A stream, and the blocks that it asks for, of which requests `away` (from 1) fail."""
-    asked: list[int] = []
+    asked = []
 
     def read(block):
         asked.append(block)

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import fsspec
@@ -162,7 +161,7 @@ KINDS = [*(f"a.jsonl{suffix}" for suffix in ("", *COMPRESS)), "a.json", "a.arrow
 @pytest.mark.parametrize("source", [*KINDS, "a.csv", "a.tsv", "files", "one.txt", "memory:/b?.jsonl", "Python"])
 def test_every_source_gives_each_document_once(inputs, texts, make, tmp_path, monkeypatch, source):
     monkeypatch.setattr(readers, "UNIT_BYTES", 3000)  # many units, cut in the middle of lines
-    options: dict[str, Any] = {"validation_fraction": 0.1}
+    options = {"validation_fraction": 0.1}
     output = tmp_path / "out"
     if source == "one.txt":
         options["separator"] = SEPARATOR.replace("\n", "\\n")
@@ -253,7 +252,7 @@ def test_parts_that_another_input_made_are_not_used(texts, lines, make, tmp_path
     monkeypatch.setattr(readers, "UNIT_BYTES", 10_000)
     with patch("data.prepare.passes._write_bucket", side_effect=KeyboardInterrupt), STOP:
         make(lines)
-    options: dict[str, Any] = {}
+    options = {}
     if changed == "file":
         later = lines.stat().st_mtime_ns + 10**9
         write_jsonl(lines, texts[::-1])
@@ -620,7 +619,7 @@ def test_tokens_become_documents_with_one_eos_each(layout, take, tmp_path, monke
     ],
 )
 def test_tokens_that_cannot_be_used_are_named(take, tmp_path, content, options, named):
-    given: dict[str, Any] = dict(options)
+    given = dict(options)
     if isinstance(content, bytes):
         file = tmp_path / given.pop("name", "a.bin")
         file.write_bytes(content)

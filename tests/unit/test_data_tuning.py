@@ -6,7 +6,6 @@ import subprocess
 import sys
 from contextlib import closing
 from itertools import pairwise
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -214,7 +213,7 @@ def test_settings_that_would_cut_or_mix_examples_are_refused(folder, tmp_path, s
 
 def test_long_examples_are_left_out_and_counted(tmp_path):
     """And so are bad ones."""
-    rows: list[Any] = [{"prompt": question, "response": " is four"} for question in ("two", "what ?")]
+    rows = [{"prompt": question, "response": " is four"} for question in ("two", "what ?")]
     rows.insert(1, {"prompt": "two", "response": ""})
     folder = prepared(tmp_path, tokenizer(), rows, "--format=sft", "--seq-len=4", "--skip-bad=1")
     ((row,),) = stored_blocks(folder)

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-from typing import Any
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ SHAPE = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40}
 MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     **{name: {"model_type": "llama", **settings} for name, settings in FAMILIES.items()},
     "llama with biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
     "linear": {"model_type": "llama", "rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 5e3},
@@ -68,7 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmo3, no windows": {"model_type": "olmo3", "layer_types": ["full_attention"] * 5},
 }  # fmt: skip
 # Where config.json leaves out, or says in another place, what transformers would write.
-TYPED: dict[str, dict[str, Any]] = {
+TYPED = {
     "qwen3, windows from the first layer on": {
         "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0
     },

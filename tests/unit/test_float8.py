@@ -2,7 +2,6 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -126,7 +125,7 @@ def test_a_gpu_that_cannot_is_refused(monkeypatch):
 
 
 def test_only_the_forward_is_summed_fast(monkeypatch):
-    asked: list[bool] = []
+    asked = []
     real = torch._scaled_mm
 
     def watch(*args, use_fast_accum=False, **named):
@@ -136,7 +135,7 @@ def test_only_the_forward_is_summed_fast(monkeypatch):
     monkeypatch.setattr(torch, "_scaled_mm", watch)
     for kernels in ("own", "compiler"):
         model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16))
-        options: dict[str, Any] = {"kernels": kernels, "fsdp_all_gather": "off"}
+        options = {"kernels": kernels, "fsdp_all_gather": "off"}
         convert_to_float8(model, Float8(enable=True, filter="all", **options))
         model(torch.randn(16, 64, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
         assert asked[-3:] == [True, False, False], kernels

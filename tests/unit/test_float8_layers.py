@@ -3,7 +3,6 @@
 from collections import Counter
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -57,10 +56,10 @@ def exact():
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_a_block_is_as_near_to_float64_as_torchaos(recipe, exact):
     model = build(settings(recipe=recipe))
-    block: Any = model.layers["0"]
+    block = model.layers["0"]
     kinds = [type(layer) for layer in (block.attention_norm, block.ffn_norm, block.feed_forward, block.attention.wq)]
     assert kinds == [OwnNorm, OwnNorm, OwnFeedForward, OwnLinear]
-    plain: Any = build(settings(recipe=recipe, skip=("output", "wk"))).layers["0"]
+    plain = build(settings(recipe=recipe, skip=("output", "wk"))).layers["0"]
     assert not isinstance(plain.attention_norm, OwnNorm)  # wk reads it
     check_block(recipe, "cpu", exact)
 
@@ -78,7 +77,7 @@ def check_block(recipe, device, exact):
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_compiled_whole_a_block_gives_the_same_bits(recipe):
     """Each cast stays one operator, and what only carries a gradient is not computed."""
-    counted: Counter[str] = Counter()
+    counted = Counter()
 
     def look(graph, _):
         counted.update(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
@@ -105,7 +104,7 @@ def test_a_forward_without_gradients_takes_any_number_of_tokens():
 @pytest.mark.parametrize("kernels", ["own", "compiler"])
 def test_an_output_layer_in_float8_with_the_loss_in_chunks(kernels):
     """Rows have scales of their own, so only the weight's gradient, which sums over chunks, is cast otherwise."""
-    mesh: Any = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
+    mesh = SimpleNamespace(cp=SimpleNamespace(size=lambda: 1))
     chunked = build_chunked_loss(Compile(), mesh, 2)
     models = [build(settings(recipe="rowwise", kernels=kernels, always=("output",))) for _ in range(2)]
     labels = tokens().roll(1)

@@ -4,7 +4,6 @@ CPUs take layouts that CUDA refuses, but a fake tensor on "cuda" is held to CUDA
 """
 
 import dataclasses
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ class AsOnCuda(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.shapes: list[tuple[int, int, int]] = []
+        self.shapes = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, Float8TrainingTensor) for kind in types):
@@ -45,7 +44,7 @@ def on_cuda(x):
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "own tensorwise", "own rowwise"])
 def test_every_matmul_has_a_layout_that_cuda_takes(recipe):
-    options: dict[str, Any] = {"recipe": recipe.removeprefix("own ")}
+    options = {"recipe": recipe.removeprefix("own ")}
     if recipe.startswith("own "):
         options["kernels"] = "own"
     float8 = Float8(enable=True, fsdp_all_gather="off", **options)

@@ -1,7 +1,6 @@
 """Outputs and gradients of float8 layers against float64. Losses of small runs are no such check: they hide faults."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -47,8 +46,8 @@ def exact(x, w, dy):
 def build_linear(recipe, w):
     """A converted layer with the weight `w`, on its device."""
     model = nn.Sequential(nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16, device=w.device))
-    kernels: Any = "own" if recipe.startswith("own ") else "compiler"
-    name: Any = recipe.removeprefix("own ")
+    kernels = "own" if recipe.startswith("own ") else "compiler"
+    name = recipe.removeprefix("own ")
     convert_to_float8(model, Float8(enable=True, recipe=name, kernels=kernels, filter="all", fsdp_all_gather="off"))
     with torch.no_grad():
         model[0].weight.copy_(w)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 from types import SimpleNamespace
@@ -118,7 +117,7 @@ def test_a_run_that_has_ended_is_evaluated_to_its_end_and_not_touched(run, tmp_p
     assert [value for *_, value in charts["scores/t/acc"][::2]] == scores
 
 
-KILLS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
+KILLS = {
     "exporting": lambda patch: patch.setattr("tools.hf.compare_logits", die),
     "evaluated": lambda patch: patch.setattr(module, "report", die),
     "reported": lambda patch: patch.setattr(module, "shutil", SimpleNamespace(rmtree=die_if_reported)),

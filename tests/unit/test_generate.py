@@ -73,7 +73,7 @@ def test_a_row_is_drawn_as_it_would_be_alone_and_attention_reads_what_is_filled(
     prompts = prompts_of(5, 12, 3)
     alone = [tokens_of(model, [prompt], 6, seed=row)[0] for row, prompt in enumerate(prompts)]
     assert alone[0] != tokens_of(model, prompts[:1], 6, seed=8)[0]
-    read: list[int] = []
+    read = []
     layer, attend = model.layers["0"].attention, model.layers["0"].attention.attend
     monkeypatch.setattr(layer, "attend", lambda q, k, *rest: read.append(k.shape[2]) or attend(q, k, *rest))
     assert tokens_of(model, prompts, 6, seed=0) == alone

@@ -1,8 +1,6 @@
 """The model against Hugging Face transformers' Llama, and against itself: cache, documents, initial weights."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -128,7 +126,7 @@ def test_initial_weights_follow_the_rule():
     config = dataclasses.replace(FLAVORS["debug"], vocab_size=512)
     model = build(config)
     other = build(config, seed=1)
-    drawn: list[torch.Tensor] = []
+    drawn = []
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
             assert torch.all(parameter == 1), name
@@ -160,7 +158,7 @@ class GatedAtEight(Llama):
             super().init_weight(name, weight, generator)
 
 
-NOT_INITIALIZED: dict[str, Callable[[Llama], object]] = {  # what is said → the edit of a fork
+NOT_INITIALIZED = {  # what is said → the edit of a fork
     "gate: has no initial values": lambda model: setattr(model, "gate", nn.Parameter(torch.ones(4))),
     "output.weight: is filled in __init": lambda model: nn.init.zeros_(model.output.weight),
     "buffer table: would stay empty": lambda model: model.register_buffer("table", torch.zeros(2)),
@@ -203,7 +201,7 @@ class NormedHeads(Llama):
 def gradients_of_normed_heads(block_plan):
     """The norms' gradients, by tensor parallelism over all ranks if there is a plan."""
     with torch.device("meta"):
-        part: Any = NormedHeads(TINY)
+        part = NormedHeads(TINY)
     part.norm.weight.requires_grad_(False)
     if block_plan:
         config = Config(parallelism=Parallelism(tp=2), training=Training(param_dtype="float32"))

@@ -3,7 +3,7 @@
 import copy
 import re
 from itertools import pairwise
-from typing import Any, get_args, get_type_hints
+from typing import get_args, get_type_hints
 from unittest import mock
 
 import pytest
@@ -154,11 +154,11 @@ def test_the_state_of_an_optimizer_of_a_fork_is_made_by_a_step_that_changes_noth
 
 
 def test_a_name_without_code_of_its_own_is_refused():
-    fields: Any = {"schedule": "triangle"}, {"decay": "steep"}
+    fields = {"schedule": "triangle"}, {"decay": "steep"}
     for unknown in fields:
         (name,) = unknown
         with pytest.raises(ConfigError, match=f"lr_scheduler.{name} = '{unknown[name]}'"):
             learning_rate(9, 10, 1.0, LRScheduler(warmup_steps=0, **unknown))
-    kind: Any = "lion"
+    kind = "lion"
     with pytest.raises(ConfigError, match=r"optimizer\.name = 'lion': UPDATES in muon\.py"):
         summarize_groups(nn.ModuleDict({"layers": nn.Linear(2, 2)}), Optimizer(name=kind))

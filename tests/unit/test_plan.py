@@ -4,7 +4,6 @@ import dataclasses
 import subprocess
 import sys
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -43,7 +42,7 @@ def case(world_size, *words):
 
 # Run → what it counts. Of matmuls there are 6 operations per weight and token, of attention 7 halves of S x S x heads,
 # two in forward. Mode `full` repeats attention, and every matmul but w2, whose result no backward reads.
-HAND: dict[Case, dict[Any, float]] = {
+HAND = {
     # All are gathered in forward, and in backward all but the last, which stays. All are summed once.
     case(2, f"{LAYERS}=3", FULL, EVERY_SECOND, RESHARD): {
         Message("world", "all_gather"): BYTES * (2 * (3 * GROUP + 2 * END + DIM) - (END + DIM)),
@@ -94,7 +93,7 @@ def counts():
 
 
 def operations(counts):
-    found: Counter[str] = Counter()
+    found = Counter()
     for key, calls in counts.items():
         if isinstance(key, Matmul):
             found[key.kind] += calls * key.flops

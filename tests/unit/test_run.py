@@ -5,11 +5,8 @@ import importlib
 import json
 import logging
 import math
-import os
-import re
 import sys
 from fractions import Fraction
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -17,7 +14,6 @@ import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-import parallel.device
 from config import (
     Comm,
     Config,
@@ -40,8 +36,6 @@ from run.profiling import profile
 from storage.records import read_records
 from tests.harness import run_ranks
 from tools.processes import processes
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_each_start_leaves_a_trace_of_its_own(tmp_path):
@@ -198,17 +192,6 @@ def test_vocabularies():
         find_model(Model(flavor="debgu"), 100)
 
 
-def test_fields_of_a_flavor_are_settings(tmp_path):
-    """In TOML and on the command line, of which the later counts. The width of a head follows from the others."""
-    (tmp_path / "a.toml").write_text('[model]\nflavor = "debug"\ndim = 512\nwindows = [8, 0]\n')
-    config = load_config([f"--config={tmp_path / 'a.toml'}", "--model.n_heads=16", "--model.dim=1024"])
-    flavor = find_model(config.model, 100)[1]
-    assert (flavor.dim, flavor.n_heads, flavor.head_dim, flavor.windows) == (1024, 16, 64, (8, 0))
-    assert (flavor.hidden_dim, flavor.n_layers) == (768, 6)
-    (tmp_path / "b.toml").write_text(to_toml(config))
-    assert load_config([f"--config={tmp_path / 'b.toml'}"]) == config
-
-
 @pytest.mark.parametrize("name", ["8B_3.1", "smollm3_3B", "olmo2_7B", "granite3.3_2B"])
 def test_the_shape_of_a_checkpoint_becomes_settings(name, tmp_path):
     """Those that it records give the same shape again, and what is typed beside them counts."""
@@ -233,22 +216,6 @@ def test_a_field_of_a_model_that_is_no_setting_is_named(monkeypatch):
     )
     with pytest.raises(ConfigError, match=r"Forked\.sinks: is no setting yet; add it to the class Model in config\.py"):
         find_model(Model(flavor="tiny"), 100)
-
-
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("--model.dimm=3", "model.dimm: unknown key; did you mean --model.dim?"),
-        ("--model.flavour=8B", "model.flavour: unknown key; did you mean --model.flavor?"),
-        ("--model.dim=wide", 'model.dim = "wide": must be an integer >= 1'),
-        ("--model.n_heads=7", "n_heads must be a multiple of n_kv_heads"),
-        ("--model.flavor=checkpoint", "needs checkpoint.initial_load"),
-        ("--model.api_key=x", "model.api_key: credentials are never"),
-    ],
-)
-def test_a_field_that_no_flavor_has_is_refused(word, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        find_model(load_config([word]).model, 100)
 
 
 def test_a_hook_is_given_every_row(tmp_path, monkeypatch):
@@ -350,32 +317,3 @@ def test_ranks_that_cannot_train_together_say_why(environment, variables, said, 
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
         init_distributed(environment, Comm())
-
-
-@pytest.mark.parametrize("chosen", ["", "1"])
-def test_nccl_leaves_it_to_python_to_end_at_an_error_of_cuda(chosen, monkeypatch):
-    """Unless the user has set what NCCL finds in the environment as the group starts."""
-    name = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
-    found = []
-    monkeypatch.setenv(name, chosen)
-    if not chosen:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: found.append(os.environ[name]))
-    init_distributed(LaunchEnvironment(0, 0, 1), Comm())
-    assert found == [chosen or "0"]
-
-
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-
-
-@pytest.mark.parametrize("users", ["", ALLOCATOR[1]])
-def test_segments_of_a_gpus_memory_grow_unless_the_user_has_set_the_allocator(users, monkeypatch):
-    for name in ALLOCATOR:
-        monkeypatch.setenv(name, "")  # so that it is restored
-        monkeypatch.delenv(name)
-    expected = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    if users:
-        expected = {users: "max_split_size_mb:512"}
-        monkeypatch.setenv(users, expected[users])
-    importlib.reload(parallel.device)
-    assert {name: value for name, value in os.environ.items() if name in ALLOCATOR} == expected

@@ -27,7 +27,7 @@ from run.folder import (
     start_run,
 )
 from run.processes import LaunchEnvironment
-from storage.records import append_record, open_records, read_records
+from storage.records import append_record, read_records
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,16 +141,6 @@ def test_a_line_cut_by_a_kill_spoils_no_later_one(tmp_path):
         file = tmp_path / "run" / STARTS
         file.write_text(file.read_text() + '{"time": "cut')
     assert [start["world_size"] for start in starts_of(tmp_path / "run")] == [2, 2, 2]
-
-
-def test_a_whole_last_line_without_an_end_counts(tmp_path):
-    """As an editor leaves it. What is appended begins a line of its own."""
-    file = tmp_path / "records.jsonl"
-    file.write_text('{"a": 1}\n{"a": 2}')
-    assert read_records(file) == [{"a": 1}, {"a": 2}]
-    with open_records(file) as records:
-        append_record(records, {"a": 3})
-    assert read_records(file) == [{"a": 1}, {"a": 2}, {"a": 3}]
 
 
 def test_a_line_is_written_once_where_the_file_system_is_away_for_a_moment(tmp_path):

@@ -4,7 +4,6 @@ import json
 import random
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
@@ -69,7 +68,7 @@ def test_which_token_ends_a_document_and_which_template_a_tokenizer_has(texts, t
     """A template in a file of its own goes first, as in transformers."""
     with_template(texts, END, "$A").save(str(tmp_path / "tokenizer.json"))
     several = [{"name": "rag", "template": "documents"}, {"name": "default", "template": "plain"}]
-    cases: list[tuple[dict[str, Any], str, str]] = [
+    cases = [
         ({}, "<|end_of_text|>", ""),
         ({"eos_token": {"content": "<|endoftext|>"}, "chat_template": "one"}, "<|endoftext|>", "one"),
         ({"eos_token": None, "chat_template": several}, "<|end_of_text|>", "plain"),

@@ -7,9 +7,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -62,15 +60,6 @@ def test_ranks_agree_who_leaves_after_the_step_and_whether_the_job_starts_again(
     assert not list(tmp_path.iterdir()), "the file is gone once it is obeyed"
 
 
-def under_nohup(folder):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    return votes(folder, {0: (signal.SIGHUP,)})
-
-
-def test_under_nohup_a_closed_terminal_does_nothing(tmp_path):
-    assert run_ranks(1, under_nohup, tmp_path) == [([False, False], False, False)]
-
-
 def leave_by(error, folder, asked_by):
     """Leave the context by an error on rank 1 alone, which was asked to stop; the others wait for it elsewhere."""
     rank, said = dist.get_rank(), ""
@@ -100,7 +89,7 @@ def test_a_rank_that_torchrun_ends_since_another_failed_says_nothing(tmp_path):
 
 def raise_in_collective(error):
     """Raise `error` as if by code of torch.distributed."""
-    scope: dict[str, Any] = {}
+    scope = {}
     exec(compile("def fail(error):\n    raise error", "/site-packages/torch/distributed/tensor/x.py", "exec"), scope)
     scope["fail"](error)
 
@@ -180,54 +169,6 @@ def test_a_rank_that_was_lost_in_a_collective_is_named(tmp_path):
     assert (record["kind"], record["rank"], record["step"], record["start_again"]) == ("lost", 1, 3, True)
 
 
-def nest(folder):
-    """The section after each move, and the one that an error is said to have ended."""
-    watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config())
-    watchdog.enter("training", step=1)
-    been = []
-    with watchdog.section("load"):
-        with watchdog.section("optimizer"):
-            been.append(watchdog.current)
-        been.append(watchdog.current)
-        with contextlib.suppress(KeyError), watchdog.section("data"):
-            raise KeyError
-        been.append(watchdog.current)
-    been.append(watchdog.current)
-    with contextlib.suppress(ValueError), watchdog.section("validation"):
-        with contextlib.suppress(KeyError), watchdog.section("data"):
-            raise KeyError
-        with watchdog.section("checkpoint"):
-            raise ValueError
-    watchdog.announce(End("failed", "wrong"))
-    return been, how_it_ended(folder)["section"]
-
-
-def test_sections_nest_and_are_left_again(tmp_path):
-    """An exit names the innermost one that the last error has left."""
-    assert run_ranks(1, nest, tmp_path) == [(["optimizer", "load", "load", "training"], "checkpoint")]
-
-
-def progress(folder):
-    """Whether a call of `alive` counts as progress, in another thread and on the main one, by section."""
-    watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config())
-
-    def counts():
-        watchdog._entered = 0.0
-        watchdog.alive()
-        return watchdog._entered > 0
-
-    moved = []
-    for section in ("checkpoint", "load", "end", "forward/backward"):
-        watchdog.enter(section, step=1)
-        with ThreadPoolExecutor(1) as other:
-            moved.append((other.submit(counts).result(), counts()))
-    return moved
-
-
-def test_bytes_of_a_checkpoint_are_progress_where_the_main_thread_waits_for_them(tmp_path):
-    assert run_ranks(1, progress, tmp_path) == [[(True, True)] * 3 + [(False, True)]]
-
-
 def verdicts(folder, device, section, waits):
     """Kind and blamed rank of a rank that has been in a section for a share of the limit."""
     watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config(comm=Comm(init_timeout_seconds=100)))
@@ -258,40 +199,6 @@ NO_ONE, ITSELF = ("hung", None), ("hung", 0)
 )
 def test_who_is_blamed_when_depends_on_where_a_rank_waits(device, section, waits, expected, tmp_path):
     assert run_ranks(1, verdicts, tmp_path, device, section, waits) == [expected]
-
-
-def look_at_a_stopped_rank(folder):
-    """What is said of a neighbour that was stopped, after a while and after four fifths of the limit; how it ended."""
-    neighbour = subprocess.Popen(["sleep", "1000"])
-    os.kill(neighbour.pid, signal.SIGSTOP)
-    os.waitid(os.P_PID, neighbour.pid, os.WSTOPPED)
-    watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config(comm=Comm(init_timeout_seconds=100)))
-    watchdog._pids = {1: neighbour.pid}
-    watchdog.enter("checkpoint", step=1)  # where this rank itself has longer
-    return [watchdog._look(79.0), neighbour.poll(), watchdog._look(81.0), neighbour.wait(30)]
-
-
-def test_a_rank_that_was_stopped_has_time(tmp_path):
-    """A person may have stopped it to look at it."""
-    (found,) = run_ranks(1, look_at_a_stopped_rank, tmp_path)
-    assert found == [None, None, End("hung", "hung: rank 1 does not run, it was stopped", 1), -signal.SIGKILL]
-
-
-def close_while_looking(folder):
-    """The thread sees that another rank is gone, which has left together with this one."""
-    watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config())
-
-    def look(idle_seconds):
-        watchdog.explain(None, None, None)
-        return End("lost", "rank 1 was lost", 1)
-
-    with mock.patch.object(watchdog, "_look", look), mock.patch("run.watchdog.POLL_SECONDS", 0.001):
-        watchdog._run()
-
-
-def test_ranks_that_leave_together_miss_no_other(tmp_path):
-    run_ranks(1, close_while_looking, tmp_path)
-    assert not (tmp_path / "exit.json").exists()
 
 
 @pytest.mark.parametrize(
