@@ -2,7 +2,7 @@
 # Sets up and runs everything that must pass: formatting, lint, types, tests. Arguments go to pytest.
 #   ./run_tests.sh         all of it
 #   ./run_tests.sh quick   within a minute on two cores: did an edit break anything basic?
-#   ./run_tests.sh long    what takes minutes and Debian's packages: Slurm, Kubernetes' pods, the tutorial, random walks
+#   ./run_tests.sh long    what takes minutes or Debian's packages: Slurm, pods, the tutorial, combined layouts, walks
 set -euo pipefail
 cd "$(dirname "$(readlink -f "$0")")"
 

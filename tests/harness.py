@@ -8,10 +8,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pyarrow
 import torch
@@ -24,7 +22,7 @@ GROUP_TIMEOUT_SECONDS = 120
 pyarrow.array([0]).to_numpy()  # imports pandas, where it is installed: a quarter of a second for each rank
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, start_group: bool = True) -> list[Any]:
+def run_ranks(world_size, function, *args, start_group=True):
     """Call `function(*args)` on every rank of a gloo group; return the picklable results by rank.
 
     RANK, LOCAL_RANK and WORLD_SIZE are set as torchrun sets them; without `start_group` the function
@@ -52,7 +50,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, start_g
         return [pickle.loads((Path(folder) / f"result{rank}").read_bytes()) for rank in range(world_size)]
 
 
-def prepare_fork() -> None:
+def prepare_fork():
     """Collect garbage here, and leave what stays out of every later collection, which walks through a million objects.
 
     A fork that collected a process group of its parent would wait for ever for a thread that it does not have.
@@ -61,9 +59,7 @@ def prepare_fork() -> None:
     gc.freeze()
 
 
-def _run_child(
-    rank: int, world_size: int, folder: str, start_group: bool, function: Callable[..., Any], args: tuple[Any, ...]
-) -> int:
+def _run_child(rank, world_size, folder, start_group, function, args):
     """The life of a rank; never returns."""
     code = 1
     try:
@@ -95,5 +91,5 @@ def _run_child(
             os._exit(code)
 
 
-def _read(path: Path) -> str:
+def _read(path):
     return (path.read_text() if path.exists() else "") or "(ended before it could say why)"

@@ -28,7 +28,8 @@ SELECTIVE = ("--activation_checkpoint.mode=selective",)
 BUDGET = ("--compile.enable=true", "--activation_checkpoint.mode=budget")
 IN_PAIRS = ("--parallelism.reshard_after_forward=true", "--parallelism.reshard_group_size=2")
 HOST = ("--parallelism.cpu_offload=true",)
-LATE = ("--parallelism.sync_every_microbatch=false", "--parallelism.reshard_after_forward=false")
+KEPT = ("--parallelism.reshard_after_forward=false",)
+LATE = ("--parallelism.sync_every_microbatch=false", *KEPT)
 OWN_SCATTER = ("--parallelism.reduce_scatter=all_to_all",)
 INTERLEAVED = (*PP, "--parallelism.pp_schedule=Interleaved1F1B")
 ROWWISE = ("--float8.recipe=rowwise",)
@@ -43,6 +44,7 @@ FUSED = Tolerance(1e-5, 1e-3, 0.02)
 
 # Each kind of layout meets each mode of activation checkpointing, eager or compiled.
 LLAMA = LAYOUTS | {
+    "bfloat16, cast once a step": IN_BFLOAT16(1, (*BFLOAT16, *KEPT), batches=4),
     "on the host": Layout(1, HOST, batches=4),
     "budget, by inductor": Layout(1, BUDGET, tolerance=FUSED),
     "FSDP 2 on the host": Layout(2, HOST, batches=2),
@@ -85,7 +87,18 @@ OPTIONS = {
     "logits_divisor": 3.0,
 }
 MUONS = ("HSDP 2 x 2, selective", "FSDP 2 x TP 2", "DDP 2 x PP 2")  # only Muon's table has these
+# Slow, and of parts that other layouts have: run by ./run_tests.sh long.
+COMBINED = (
+    "CP 2, compiled",
+    "CP 4, ring",
+    "DDP 2 x TP 2",
+    "FSDP 2 x TP 2, full, compiled",
+    "CP 2 x TP 2, documents",
+    "FSDP 2 x TP 2 x PP 2",
+    "TP 2, float8, own kernels, compiled",
+)
 GROUPS = '[{pattern="*norm*",lr=0.5},{pattern="layers.1.*",weight_decay=0,betas=[0.8]}]'
+USUAL = {name: layout for name, layout in LLAMA.items() if name not in (*MUONS, *COMBINED)}
 
 
 class Table(NamedTuple):
@@ -101,9 +114,11 @@ def some(*names):
 
 
 TABLES = {
-    "llama": Table({name: layout for name, layout in LLAMA.items() if name not in MUONS}),
+    "llama": Table({name: layout for name, layout in USUAL.items() if layout.ranks < 4}, shape={"n_layers": 2}),
+    "llama, four ranks": Table({name: layout for name, layout in USUAL.items() if layout.ranks >= 4}),
+    "combined": Table(some(*COMBINED)),
     "tied, with z-loss": Table(
-        some("TP 2", "CP 2, chunks", "FSDP 2, chunks, compiled"), ("--training.z_loss=0.01",), {"tie_embeddings": True}
+        some("TP 2", "CP 2, chunks", "FSDP 2"), ("--training.z_loss=0.01",), {"tie_embeddings": True}
     ),
     "options": Table(some("compiled", "TP 2", "PP 2", "CP 2, documents"), shape=OPTIONS),
     # Of sizes that ranks do not share evenly.

@@ -8,7 +8,7 @@ from contextlib import suppress
 FIRST, LAST = 10_000, 32_000
 
 
-def free_port() -> int:
+def free_port():
     """A port that is free, as is the next one, which Ceph's monitor takes."""
     while True:
         port = random.SystemRandom().randrange(FIRST, LAST, 2)

@@ -5,9 +5,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -41,10 +40,10 @@ class Stop(Exception):
     """Ends a run between two steps."""
 
 
-def run(arguments: Sequence[str], stop_after: int = 0) -> None:
+def run(arguments, stop_after=0):
     """train.py in this process; with `stop_after`, cut off after that step, as a crash would."""
 
-    def after_step(step: int) -> None:
+    def after_step(step):
         if step == stop_after:
             raise Stop
 
@@ -52,9 +51,7 @@ def run(arguments: Sequence[str], stop_after: int = 0) -> None:
         train(load_config(arguments), after_step)
 
 
-def launch(
-    world_size: int, folder: Path, words: Sequence[str], *rest: Any, function: Callable[..., Any] = run
-) -> list[Any]:
+def launch(world_size, folder, words, *rest, function=run):
     """`function` of the arguments of a run in `folder`, and of `rest`, on forked ranks."""
     return run_ranks(world_size, function, [*words, f"--run.folder={folder}"], *rest, start_group=False)
 
@@ -66,7 +63,7 @@ class Ended(NamedTuple):
     stderr: str
 
 
-def call(tmp_path: Path, *arguments: str) -> Ended:
+def call(tmp_path, *arguments):
     """train.py's main in a process of its own, forked after one import of torch."""
     log = tmp_path / "stderr.txt"
     prepare_fork()
@@ -82,49 +79,49 @@ def call(tmp_path: Path, *arguments: str) -> Ended:
     return Ended(returncode, log.read_text())
 
 
-def read(folder: Path, name: str) -> list[dict[str, Any]]:
+def read(folder, name):
     """The records of a file of a run."""
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def how_it_ended(folder: Path) -> dict[str, Any]:
+def how_it_ended(folder):
     """The record of a run's end."""
     return json.loads((folder / "exit.json").read_text())
 
 
-def rows(folder: Path) -> dict[int, dict[str, Any]]:
+def rows(folder):
     """The last row of each trained step."""
     return {row["step"]: row for row in read(folder, "metrics.jsonl") if row["loss"] is not None}
 
 
-def column(folder: Path, name: str) -> list[float]:
+def column(folder, name):
     return [row[name] for _, row in sorted(rows(folder).items())]
 
 
-def validated(folder: Path) -> dict[int, float]:
+def validated(folder):
     """Step → loss of every validation."""
     found = read(folder, "metrics.jsonl")
     return {row["step"]: row["validation_loss"] for row in found if row["validation_loss"] is not None}
 
 
-def saved_steps(folder: Path) -> list[int]:
+def saved_steps(folder):
     """The steps of all complete checkpoints."""
     return sorted(int(path.parent.name.split("-")[1]) for path in folder.glob("checkpoints/*/MANIFEST.json"))
 
 
-def content(folder: Path | str) -> dict[Path, bytes]:
+def content(folder):
     """Every file of a folder."""
     return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
-def final_weights(folder: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+def final_weights(folder, tmp_path):
     """Everything in the newest checkpoint, read by torch's own tool."""
     newest = max(path for path in (folder / "checkpoints").iterdir() if path.is_dir())
     dcp_to_torch_save(newest, tmp_path / "all.pt")
     return torch.load(tmp_path / "all.pt", weights_only=True)
 
 
-def flat(tree: Any, prefix: str = "") -> dict[str, torch.Tensor]:
+def flat(tree, prefix=""):
     """The tensors of nested dicts by their path."""
     if isinstance(tree, torch.Tensor):
         return {prefix: tree}
@@ -133,6 +130,6 @@ def flat(tree: Any, prefix: str = "") -> dict[str, torch.Tensor]:
     return {key: value for name, part in tree.items() for key, value in flat(part, f"{prefix}/{name}").items()}
 
 
-def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+def same(left, right):
     """Whether the names and the bits are equal."""
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

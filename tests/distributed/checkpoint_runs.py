@@ -1,21 +1,19 @@
 """A small training run with checkpoints, in the shapes of parallelism there are: what the checkpoint tests train."""
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from checkpoint.lease import new_start
 from checkpoint.manager import CheckpointManager
-from checkpoint.manifest import Manifest, committed
+from checkpoint.manifest import committed
 from config import Checkpoint, Comm, Config, Training
 from optim import allocate_state
 from storage import open_store
@@ -26,14 +24,14 @@ IDENTITY = {"name": "tower", "dim": 12, "layers": [2, 2]}
 class Tower(nn.Module):
     """Two residual blocks and a head; 13 rows do not divide by any world size here."""
 
-    def __init__(self, dim: int = 12, rows: int = 13) -> None:
+    def __init__(self, dim=12, rows=13):
         super().__init__()
         self.blocks = nn.ModuleDict(
             {str(i): nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, dim, bias=False)) for i in range(2)}
         )
         self.head = nn.Linear(dim, rows)
 
-    def forward(self, x_BD: Tensor) -> Tensor:
+    def forward(self, x_BD):
         for block in self.blocks.values():
             x_BD = x_BD + block(x_BD)
         return self.head(x_BD)
@@ -42,19 +40,17 @@ class Tower(nn.Module):
 class Counter:
     """A data loader that only knows how far it is."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.samples = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {"samples": self.samples}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict):
         self.samples = state_dict["samples"]
 
 
-def build_manager(
-    config: Config, parts: list[nn.Module], optimizer: torch.optim.Optimizer, **more: Any
-) -> CheckpointManager:
+def build_manager(config, parts, optimizer, **more):
     """A manager with a data loader of its own."""
     folder = more.pop("run_folder", Path("unused"))
     allocate = partial(allocate_state, optimizer)
@@ -66,15 +62,15 @@ class Run:
 
     def __init__(
         self,
-        folder: str | Path,
-        mesh_shape: Sequence[int] = (),
-        seed: int = 0,
-        steps: int = 400,
-        run_folder: Path = Path("unused"),
-        retry_seconds: int = 180,
-        run_id: str = "a run",
-        **settings: Any,
-    ) -> None:
+        folder,
+        mesh_shape=(),
+        seed=0,
+        steps=400,
+        run_folder=Path("unused"),
+        retry_seconds=180,
+        run_id="a run",
+        **settings,
+    ):
         torch.manual_seed(seed)
         self.model = Tower()
         if mesh_shape:
@@ -85,7 +81,7 @@ class Run:
             fully_shard(self.model, mesh=mesh)
         decayed = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim <= 1]
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
         torch.manual_seed(1000 + (dist.get_rank() if dist.is_initialized() else 0))
         config = Config(
@@ -95,9 +91,9 @@ class Run:
         )
         start = new_start(run_folder, run=run_id)
         self.checkpoint = build_manager(config, [self.model], self.optimizer, run_folder=run_folder, start=start)
-        self.data: Any = self.checkpoint.stateful["dataloader"]
+        self.data = self.checkpoint.stateful["dataloader"]
 
-    def step(self) -> None:
+    def step(self):
         """One step on rank-independent data with noise from the rank's own random state."""
         generator = torch.Generator().manual_seed(self.data.samples)
         x = torch.randn(4, 12, generator=generator)
@@ -108,7 +104,7 @@ class Run:
         self.optimizer.zero_grad()
         self.data.samples += 4
 
-    def train(self, first: int, last: int) -> None:
+    def train(self, first, last):
         """Steps `first` + 1 to `last`, with a checkpoint whenever one is due and at the end."""
         if not first:
             self.checkpoint.load()
@@ -119,9 +115,9 @@ class Run:
         self.checkpoint.finish(last)
         self.checkpoint.wait()
 
-    def everything(self) -> dict[str, Any]:
+    def everything(self):
         """All that a checkpoint must bring back, whole tensors, by name."""
-        found: dict[str, Any] = {"samples": self.data.samples, "random": torch.get_rng_state()}
+        found = {"samples": self.data.samples, "random": torch.get_rng_state()}
         self.model.state_dict()  # sharded again
         for name, parameter in self.model.named_parameters():
             found[name] = full(parameter)
@@ -130,12 +126,12 @@ class Run:
         return found
 
 
-def full(tensor: Tensor) -> Tensor:
+def full(tensor):
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
-def train_run(folder: str, mesh_shape: Sequence[int], first: int, last: int, settings: dict[str, Any]) -> Any:
+def train_run(folder, mesh_shape, first, last, settings):
     """Train from a checkpoint (there must be one of step `first`, unless 0) to `last`; everything at the end."""
     run = Run(folder, mesh_shape, seed=first, **settings)
     assert run.checkpoint.load() == first
@@ -143,14 +139,14 @@ def train_run(folder: str, mesh_shape: Sequence[int], first: int, last: int, set
     return run.everything()
 
 
-def load_run(folder: str, mesh_shape: Sequence[int]) -> Any:
+def load_run(folder, mesh_shape):
     """(step, everything) after a load into differently initialised weights."""
     run = Run(folder, mesh_shape, seed=99)
     step = run.checkpoint.load()
     return step, run.everything()
 
 
-def load_model(place: str | Path, model: nn.Module) -> Manifest:
+def load_model(place, model):
     """What `checkpoint.initial_load` gives a model, whatever its identity; the manifest of the checkpoint it took."""
     config = Config(checkpoint=Checkpoint(enable=False, initial_load=str(place)))
     manager = build_manager(config, [model], torch.optim.AdamW(model.parameters()))
@@ -159,19 +155,19 @@ def load_model(place: str | Path, model: nn.Module) -> Manifest:
     return check.call_args.args[0]
 
 
-def steps_in(place: str | Path) -> list[int]:
+def steps_in(place):
     """The steps of the checkpoints at a folder or URL, newest first."""
     return [int(name.split("-")[1]) for name in committed(open_store(place, 20))]
 
 
-def flip_bit(file: Path, position: int) -> None:
+def flip_bit(file, position):
     """Damage a file in one bit of the byte at `position`."""
     data = bytearray(file.read_bytes())
     data[position] ^= 1
     file.write_bytes(data)
 
 
-def same(left: dict[str, Any], right: dict[str, Any], but: Sequence[str] = ()) -> list[str]:
+def same(left, right, but=()):
     """Names whose values are not equal bit for bit."""
     assert left.keys() == right.keys()
     return [name for name in left.keys() - {*but} if not torch.equal(*map(torch.as_tensor, (left[name], right[name])))]

@@ -27,9 +27,10 @@ def verdicts(table):
 
 
 STARTS = {(name, layout.ranks): None for name, table in TABLES.items() for layout in table.layouts.values()}
+LONG = {"combined": pytest.mark.long}
 
 
-@pytest.mark.parametrize(("name", "ranks"), STARTS)
+@pytest.mark.parametrize(("name", "ranks"), [pytest.param(*start, marks=LONG.get(start[0], ())) for start in STARTS])
 def test_every_layout_trains_as_a_plain_loop(name, ranks):
     """One start for all layouts of a table on so many ranks."""
     table = TABLES[name]

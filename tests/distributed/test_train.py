@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from unittest import mock
 
@@ -24,7 +23,6 @@ from data.prepare import main as prepare
 from data.shards import DataError, open_dataset
 from generate import main as generate
 from models import MODELS
-from run.watchdog import _stack_of
 from tests.harness import run_ranks
 from tests.runs import (
     STEPS,
@@ -191,29 +189,17 @@ def test_a_restart_that_does_not_fit_its_jobs_run_writes_nothing_there(source, s
 
 
 def count_tensors(arguments):
-    """How many float tensors there are after each step, while a thread looks at the stack as the watchdog's does.
+    """How many float tensors there are after each step.
 
     Tokens do not count: how many batches wait depends on how fast the data's threads are.
     """
-    main, ended, looking, counts = threading.get_ident(), threading.Event(), threading.Lock(), []
-
-    def watch():
-        while not ended.wait(0.001):
-            with looking:
-                _stack_of(main)
+    counts = []
 
     def after_step(step):
-        with looking:  # the other thread holds no frame now
-            tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
-            counts.append(sum(tensor.is_floating_point() for tensor in tensors))
+        tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+        counts.append(sum(tensor.is_floating_point() for tensor in tensors))
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        train(load_config(arguments), after_step)
-    finally:
-        ended.set()
-        thread.join()
+    train(load_config(arguments), after_step)
     return counts
 
 

@@ -21,11 +21,9 @@ import sys
 import threading
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import unquote
 
 from tests.ports import free_port
@@ -47,14 +45,14 @@ HOP_HEADERS = ("content-length", "transfer-encoding", "connection", "expect")
 class FaultProxy:
     """Steers a running proxy."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint):
         self.endpoint = endpoint
 
-    def reset(self) -> None:
+    def reset(self):
         """No faults, counts from zero."""
         self._control({"reset": True})
 
-    def fault(self, fault: str, operation: str = ".*", key: str = "", skip: int = 0, times: int = 10**6) -> None:
+    def fault(self, fault, operation=".*", key="", skip=0, times=10**6):
         """From now on `fault` for requests whose operation and key match these regular expressions.
 
         The first `skip` of them pass, the next `times` are hit. Operations: put, upload_part, create_multipart,
@@ -63,18 +61,18 @@ class FaultProxy:
         rule = {"fault": fault, "operation": operation, "key": key, "skip": skip, "times": times}
         self._control({"rule": rule})
 
-    def counts(self) -> dict[str, int]:
+    def counts(self):
         """Requests by operation, faults as `fault:NAME`, and `bytes_out` of the answers' bodies."""
         return self._control({})
 
-    def _control(self, message: dict[str, Any]) -> dict[str, int]:
+    def _control(self, message):
         request = urllib.request.Request(self.endpoint + CONTROL, json.dumps(message).encode(), method="POST")
         with urllib.request.urlopen(request, timeout=30) as answer:
             return json.load(answer)
 
 
 @contextmanager
-def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
+def fault_proxy(upstream):
     """Start a proxy before the server at `upstream`. It ends with its input: with this process, even if killed."""
     port, pipe = free_port(), subprocess.PIPE
     command = [sys.executable, "-m", "tests.s3.fault_proxy", upstream, str(port)]
@@ -86,8 +84,8 @@ def fault_proxy(upstream: str) -> Iterator[FaultProxy]:
 
 # ---------------------------------------------------------------- the proxy's own process
 
-RULES: list[dict[str, Any]] = []
-COUNTS: Counter[str] = Counter()
+RULES = []
+COUNTS = Counter()
 LOCK = threading.Lock()
 
 
@@ -95,7 +93,7 @@ class _Proxy(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
 
-    def handle_request(self) -> None:
+    def handle_request(self):
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
         if self.path == CONTROL:
             self.answer(200, {}, _control(json.loads(body)))
@@ -104,13 +102,13 @@ class _Proxy(BaseHTTPRequestHandler):
 
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = handle_request
 
-    def misbehave(self, fault: str, body: bytes) -> None:
+    def misbehave(self, fault, body):
         if fault == "hang":
             threading.Event().wait()
         if fault == "flip_sent":
             body = _flipped(body)
         status, text = ANSWERS.get(fault, (0, ""))
-        headers: dict[str, str] = {}
+        headers = {}
         answer = text.encode()
         if not status and fault != "reset":
             status, headers, answer = self.forward(body)
@@ -125,7 +123,7 @@ class _Proxy(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.shutdown(socket.SHUT_RDWR)
 
-    def forward(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def forward(self, body):
         headers = {name: value for name, value in self.headers.items() if name.lower() not in HOP_HEADERS}
         with closing(HTTPConnection(sys.argv[1].removeprefix("http://"))) as upstream:
             upstream.request(self.command, self.path, body or None, headers)
@@ -138,7 +136,7 @@ class _Proxy(BaseHTTPRequestHandler):
             COUNTS["bytes_out"] += len(content)
         return answer.status, kept, content
 
-    def answer(self, status: int, headers: dict[str, str], body: bytes) -> None:
+    def answer(self, status, headers, body):
         self.send_response_only(status)
         for name, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(name, value)
@@ -147,7 +145,7 @@ class _Proxy(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
 
-def _control(message: dict[str, Any]) -> bytes:
+def _control(message):
     with LOCK:
         if message.pop("reset", False):
             RULES.clear()
@@ -156,7 +154,7 @@ def _control(message: dict[str, Any]) -> bytes:
         return json.dumps(COUNTS).encode()
 
 
-def _matching_fault(operation: str, key: str) -> str:
+def _matching_fault(operation, key):
     with LOCK:
         COUNTS[operation] += 1
         for rule in RULES:
@@ -172,7 +170,7 @@ def _matching_fault(operation: str, key: str) -> str:
     return ""
 
 
-def _flipped(body: bytes) -> bytes:
+def _flipped(body):
     """`body` with one bit changed, in its middle."""
     changed = bytearray(body)
     if body:
@@ -180,7 +178,7 @@ def _flipped(body: bytes) -> bytes:
     return bytes(changed)
 
 
-def _operation(method: str, url: str) -> tuple[str, str]:
+def _operation(method, url):
     """(operation, bucket/key)"""
     path, _, query = url.partition("?")
     path = unquote(path).lstrip("/")

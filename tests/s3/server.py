@@ -13,7 +13,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -27,7 +26,7 @@ START_SECONDS = 300
 
 
 @contextmanager
-def s3_server(host: str = "127.0.0.1") -> Iterator[str]:
+def s3_server(host="127.0.0.1"):
     """Start the server; yields its endpoint, `http://HOST:PORT`. It ends with this process, even if killed.
 
     Ceph's is on loopback only.
@@ -43,7 +42,7 @@ def s3_server(host: str = "127.0.0.1") -> Iterator[str]:
         yield _answering(f"http://{host}:{port}", server)
 
 
-def s3_environment(endpoint: str) -> dict[str, str]:
+def s3_environment(endpoint):
     """Environment variables that make S3 clients use the server at `endpoint`."""
     return {
         "AWS_ENDPOINT_URL_S3": endpoint,
@@ -53,7 +52,7 @@ def s3_environment(endpoint: str) -> dict[str, str]:
     }
 
 
-def create_bucket(endpoint: str, name: str) -> None:
+def create_bucket(endpoint, name):
     """An empty bucket on the server at `endpoint`."""
     session = botocore.session.get_session()
     client = session.create_client(
@@ -67,7 +66,7 @@ def create_bucket(endpoint: str, name: str) -> None:
     client.create_bucket(Bucket=name)
 
 
-def _answering(endpoint: str, server: "subprocess.Popen[bytes]") -> str:
+def _answering(endpoint, server):
     """The endpoint, once something answers there."""
     deadline = time.monotonic() + START_SECONDS
     while True:

@@ -11,8 +11,8 @@ from data.tokenizer import train_tokenizer
 from generate import main as generate
 from tests.corpus import write_dataset
 from tests.runs import launch
+from tests.unit.test_families import FAMILIES, SHAPE
 from tests.unit.test_follow import followed, score_of, settings  # noqa: F401
-from tests.unit.test_llama import FAMILIES, SMALL
 from tools.average import main as average
 from tools.hf import export_model
 from tools.hf import main as checkpoint_hf
@@ -20,7 +20,7 @@ from validate import main as validate
 
 
 def test_a_checkpoint_on_s3_generates_and_is_measured(bucket, tmp_path, capsys):
-    model = LlamaForCausalLM(LlamaConfig(**(SMALL | FAMILIES["llama3"] | {"vocab_size": 320})))
+    model = LlamaForCausalLM(LlamaConfig(**(SHAPE | FAMILIES["llama3"])))
     model.save_pretrained(tmp_path / "hf")
     train_tokenizer(["some text to learn from"] * 9, 300).save(tmp_path / "hf")
     texts = []

@@ -18,7 +18,6 @@ from models.llama import FLAVORS
 from models.llama import hf as llama_hf
 from models.llama.hf import from_hf_config, hf_names, to_hf_config
 from models.llama.model import KVCache, Llama, LlamaConfig
-from tests.unit.test_llama import FAMILIES, random_tokens
 from tools.hf import export_model, import_model
 
 SHAPE = {
@@ -30,6 +29,31 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES = {
+    "llama2": {"num_attention_heads": 4, "num_key_value_heads": 4, "rope_theta": 10_000.0},
+    "llama3": {"num_attention_heads": 8, "num_key_value_heads": 2, "rope_theta": 500_000.0},
+    "llama3.1": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_theta": 500_000.0, **LLAMA3_ROPE},
+        "max_position_embeddings": 512,
+    },
+    "llama3.2": {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_theta": 500_000.0, **LLAMA3_ROPE, "factor": 32.0},
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "head_dim": 32,
+    },
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 40}
 MIXED = ["sliding_attention", "full_attention", "full_attention", "sliding_attention", "full_attention"]
@@ -107,6 +131,10 @@ def hf_model(name):
     for parameter in model.parameters():
         nn.init.normal_(parameter, 0.5 if parameter.ndim == 1 else 0.0, 0.2)
     return model
+
+
+def random_tokens(*shape):
+    return torch.randint(0, SHAPE["vocab_size"], shape, generator=torch.Generator().manual_seed(2))
 
 
 def ours_from(hf):

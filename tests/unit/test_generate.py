@@ -22,7 +22,7 @@ from config import TitaniteError
 from data.tokenizer import Tokenizer, load_tokenizer
 from generate import encode_record, main, messages_of
 from models.generation import Request, TextStream, generate, sample
-from tests.unit.test_llama import FAMILIES, SMALL, hf_model, ours_from
+from tests.unit.test_families import FAMILIES, SHAPE, hf_model, ours_from
 from tools.hf import main as checkpoint_hf
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_a_low_temperature_takes_the_likeliest():
 
 def byte_tokenizer(*special):
     """A token for each byte, and the special ones; no merges."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: SMALL["vocab_size"] * 3]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: SHAPE["vocab_size"] * 3]
     raw = RawTokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     raw.decoder = decoders.ByteLevel()
@@ -190,7 +190,7 @@ def imported(tmp_path_factory):
     folder = tmp_path_factory.mktemp("imported")
     tokenizer = byte_tokenizer()
     torch.manual_seed(1)
-    config = LlamaConfig(**(SMALL | FAMILIES["llama3.2"] | {"vocab_size": 320}))
+    config = LlamaConfig(**(SHAPE | FAMILIES["llama3.2"]))
     LlamaForCausalLM(config).save_pretrained(folder / "hf")
     tokenizer.save(folder / "hf")
     (folder / "hf" / "chat_template.jinja").write_text(CHATML)

@@ -26,7 +26,7 @@ from models.llama import hf as llama_hf
 from models.trained import load_trained
 from storage import open_store
 from tests.corpus import word_tokenizer
-from tests.unit.test_llama import hf_model
+from tests.unit.test_families import hf_model
 from tools import hf
 from tools.average import average
 from tools.hf import export_model, exported_model, import_model
@@ -229,8 +229,8 @@ def test_unusual_folders_are_read_as_transformers_reads_them(llama, monkeypatch,
     ("change", "message"),
     [
         (partial(edit, quantization_config={"quant_method": "fp8"}), "quantization_config"),
-        (partial(edit, num_hidden_layers=4), r"missing model\.layers\.3\.input_layernorm\.weight"),
-        (partial(edit, num_hidden_layers=2), r"left over model\.layers\.2\.input_layernorm\.weight"),
+        (partial(edit, num_hidden_layers=6), r"missing model\.layers\.5\.input_layernorm\.weight"),
+        (partial(edit, num_hidden_layers=4), r"left over model\.layers\.4\.input_layernorm\.weight"),
         (
             lambda folder: rewrite(folder, hf_model("llama3").model.state_dict()),
             r"missing lm_head\.weight, model\.embed",

@@ -8,13 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel
-from transformers import LlamaConfig as HFConfig
-from transformers import LlamaForCausalLM
 
 from config import Config, ConfigError, Parallelism, Training
 from models import LLAMA, build_model
 from models.llama import FLAVORS
-from models.llama.hf import from_hf_config, hf_names
 from models.llama.model import (
     Llama,
     LlamaConfig,
@@ -29,56 +26,9 @@ from models.llama.parallelize import BLOCK_PLAN, apply_parallelism, split_stages
 from models.weights import init_weights
 from parallel.mesh import ParallelDims
 from tests.harness import run_ranks
-
-SMALL = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "rms_norm_eps": 1e-5}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-FAMILIES = {
-    "llama2": {"num_attention_heads": 4, "num_key_value_heads": 4, "rope_theta": 10_000.0},
-    "llama3": {"num_attention_heads": 8, "num_key_value_heads": 2, "rope_theta": 500_000.0},
-    "llama3.1": {
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_theta": 500_000.0, **LLAMA3_ROPE},
-        "max_position_embeddings": 512,
-    },
-    "llama3.2": {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_theta": 500_000.0, **LLAMA3_ROPE, "factor": 32.0},
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "head_dim": 32,
-    },
-}
-
+from tests.unit.test_families import hf_model, ours_from, random_tokens
 
 TINY = dataclasses.replace(FLAVORS["tiny"], vocab_size=64)
-
-
-def hf_model(family):
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(HFConfig(**(SMALL | FAMILIES[family]), attn_implementation="eager")).eval()
-    for parameter in model.parameters():  # norms too, and large enough that every part shows in the logits
-        torch.nn.init.normal_(parameter, 0.5 if parameter.ndim == 1 else 0.0, 0.2)
-    return model
-
-
-def ours_from(hf):
-    config = from_hf_config(hf.config.to_dict())
-    model = Llama(config)
-    weights = hf.state_dict()
-    model.load_state_dict({name: weights[hf_name] for name, hf_name in hf_names(config).items()})
-    return model
-
-
-def random_tokens(*shape):
-    return torch.randint(0, SMALL["vocab_size"], shape, generator=torch.Generator().manual_seed(2))
 
 
 def test_in_bfloat16_norms_and_rotations_are_rounded_once():
