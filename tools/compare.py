@@ -8,13 +8,11 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from checkpoint.branch import read_parent
 from config import TitaniteError, command_line, file_errors, flatten, recorded_config
 from storage.records import output_file, read_records
 
@@ -46,17 +44,17 @@ def _cell(value: Any) -> str:
 class Shown(NamedTuple):
     """A run as its files tell it. Runs of one group share a colour and can be drawn as their mean."""
 
-    folder: Path
+    name: str
     group: str
     charts: Charts
     settings: dict[str, str]
 
 
-def read_run(folder: Path, group: str) -> Shown:
+def read_run(folder: Path, name: str, group: str) -> Shown:
     """Read a run; without charts if it has logged no step. Raises TitaniteError."""
     try:
         with file_errors():
-            return Shown(folder, group, read_charts(folder), read_settings(folder))
+            return Shown(name, group, read_charts(folder), read_settings(folder))
     except (ValueError, KeyError, TypeError) as error:
         files = "metrics.jsonl, starts.jsonl or config.toml"
         raise TitaniteError(f"{folder}: its {files} is not as a run writes it: {error!r}") from None
@@ -73,32 +71,49 @@ def write_page(
 
     `ladder`: points and fit of tools.ladder, drawn as loss against FLOPs.
     """
-    for run in runs:
-        if not run.charts:
-            print(f"{run.folder}: left out, no step was logged there")
-    runs = [run for run in runs if run.charts]
-    if not runs:
+    shown = [run for run in runs if run.charts]
+    unlogged = [run.name for run in runs if not run.charts]
+    if unlogged:
+        print(f"left out, no step was logged there: {', '.join(unlogged)}")
+    if not shown:
         raise TitaniteError("no run to compare")
-    fields = dict.fromkeys(field for run in runs for field in run.charts)
-    found = sorted(fields, key=lambda field: not is_loss(field))
-    shown = []
-    for name, run in zip(name_runs([run.folder for run in runs]), runs, strict=True):
-        thinned = {field: _thinned(points) for field, points in run.charts.items()}
-        shown.append({"name": name, "group": run.group, "summary": summarize(run.charts, found), "charts": thinned})
-    data: dict[str, Any] = {"title": title, "runs": shown, "charts": found, "settings": differing_settings(runs)}
-    data |= {"tables": [table._asdict() for table in tables], "ladder": ladder}
+    fields = dict.fromkeys(chain(*(run.charts for run in shown)))
+    data = {
+        "title": title,
+        "runs": [page_data(run) for run in shown],
+        "charts": sorted(fields, key=lambda field: not is_loss(field)),
+        "settings": differing_settings(shown),
+        "tables": [table._asdict() for table in tables],
+        "ladder": ladder,
+    }
     template = Path(__file__).with_name("compare.html").read_text(encoding="utf-8")
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # cannot end the script
     with file_errors(output):
         output.write_text(template.replace('"DATA"', text), encoding="utf-8")
-    print(f"{output}: open it in a browser; runs compared: {len(runs)}")
+    print(f"{output}: open it in a browser; runs compared: {len(shown)}")
+
+
+def page_data(run: Shown) -> dict[str, Any]:
+    """What the page holds of a run: long curves thinned, and of each field the last loss or the median of others."""
+    step, tokens, hours, _ = max(points[-1] for points in run.charts.values())
+    summary = {"step": step, "tokens": tokens, "hours": hours}
+    thinned = {}
+    for field, points in run.charts.items():
+        values = [point[-1] for point in points]
+        summary[field] = median(values)
+        if is_loss(field):
+            summary[field] = values[-1]
+        stride = math.ceil(len(points) / MAX_POINTS)
+        thinned[field] = points[::-stride][::-1]  # with the last one
+    return {"name": run.name, "group": run.group, "summary": summary, "charts": thinned}
 
 
 def read_charts(folder: Path) -> Charts:
-    """The charts of a run. If a step was trained again or left out, its last row counts.
+    """The charts of a run, with the scores of its checkpoints. If a step was trained again or left out, its last row
+    counts.
 
-    Hours are step times added up: each row times the `interval_steps` before it. Raises ValueError, KeyError or
-    TypeError for rows that no run wrote.
+    Hours are step times added up: each row times the `interval_steps` before it. A score has the tokens and hours of
+    the row before. Raises ValueError, KeyError or TypeError for rows that no run wrote.
     """
     rows: list[dict[str, Any]] = []
     last = 0
@@ -108,39 +123,28 @@ def read_charts(folder: Path) -> Charts:
                 rows = [kept for kept in rows if kept["step"] < row["step"]]
             last = row["step"]
         rows.append(row)
+    for file in folder.glob("scores*/scores.jsonl"):
+        rows += read_records(file)
+    rows.sort(key=lambda row: row["step"])
     charts: Charts = {}
+    tokens = 0
     hours = 0.0
     for row in rows:
-        hours += (row["step_seconds"] or 0) * (row["interval_steps"] or 0) / 3600
+        tokens = row.get("tokens", tokens)
+        hours += (row.get("step_seconds") or 0) * (row.get("interval_steps") or 0) / 3600
         for field, value in row.items():
             is_drawn = field not in NO_CURVE and "_norm/" not in field  # of layers: too many
-            if is_drawn and value is not None and math.isfinite(value):
-                charts.setdefault(field, []).append((row["step"], row["tokens"], hours, value))
-    add_scores(charts, folder)
+            if is_drawn and isinstance(value, int | float) and math.isfinite(value):
+                charts.setdefault(field, []).append((row["step"], tokens, hours, value))
     return charts
 
 
-def add_scores(charts: Charts, folder: Path) -> None:
-    """Add the scores of `tools.follow`, at the tokens and hours on the line between the two rows around their step."""
-    steps, tokens, hours, _ = np.array([(0, 0, 0, 0), *charts.get("loss", ())]).T
-    rows = []
-    for file in folder.glob("scores*/scores.jsonl"):
-        rows += read_records(file)
-    for row in sorted(rows, key=lambda row: row["step"]):
-        step = row["step"]
-        at = np.interp(step, steps, tokens), np.interp(step, steps, hours)
-        for field in row:
-            if field.startswith("scores/"):
-                charts.setdefault(field, []).append((step, *at, row[field]))
-
-
 def read_settings(folder: Path) -> dict[str, str]:
-    """The settings of a run, and its commit and versions, each as of its last start."""
-    starts = read_records(folder / "starts.jsonl")
+    """The settings of a run, its commit and its packages, each as of its last start."""
     values: dict[str, Any] = {}
-    for start in starts[-1:]:
-        values |= {key: start[key] for key in ("world_size", "git_commit", "patch", "python") if key in start}
-        values |= {f"package {name}": version for name, version in start["packages"].items()}
+    for start in read_records(folder / "starts.jsonl")[-1:]:
+        values |= {key: start[key] for key in ("world_size", "git_commit", "patch", "python")}
+        values |= start["packages"]
     config = recorded_config(folder)
     if config is not None:
         values |= flatten(config)
@@ -150,49 +154,16 @@ def read_settings(folder: Path) -> dict[str, str]:
 def differing_settings(runs: Sequence[Shown]) -> list[list[str]]:
     """A row for each setting that differs between the runs: its key, then its values by run."""
     rows = []
-    for key in dict.fromkeys(key for run in runs for key in run.settings):
+    for key in dict.fromkeys(chain(*(run.settings for run in runs))):
         texts = [run.settings.get(key, "–") for run in runs]
         if key != "run.folder" and len(set(texts)) > 1:
             rows.append([key, *texts])
     return rows
 
 
-def summarize(charts: Charts, found: Sequence[str]) -> list[float | None]:
-    """How far a run has come: step, tokens, hours; for each field of `found` the last loss or the median of others.
-
-    None: the run does not have the field.
-    """
-    figures: list[float | None] = [*max(points[-1][:3] for points in charts.values())]
-    for field in found:
-        values = [point[-1] for point in charts.get(field, [])]
-        if not values:
-            figures.append(None)
-        else:
-            figures.append(values[-1] if is_loss(field) else median(values))
-    return figures
-
-
 def is_loss(field: str) -> bool:
     """Whether a field says what a run has learned, so that its last value counts, and its curve comes first."""
     return "loss" in field or field.startswith(("bits_per_byte", "scores/"))
-
-
-def _thinned(points: Sequence[tuple[float, ...]]) -> Sequence[tuple[float, ...]]:
-    """At most MAX_POINTS, evenly spaced, with the last one."""
-    stride = math.ceil(len(points) / MAX_POINTS)
-    return points[(len(points) - 1) % stride :: stride]
-
-
-def name_runs(folders: Sequence[Path]) -> list[str]:
-    """The folders' last names, or their paths if two share one; a branch also after its parent."""
-    names = [folder.name for folder in folders]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder in folders]
-    for number, folder in enumerate(folders):
-        parent = read_parent(folder)
-        if parent:
-            names[number] += f" from {parent.place}@{parent.step}"
-    return names
 
 
 def main(argv: Sequence[str]) -> None:
@@ -201,7 +172,7 @@ def main(argv: Sequence[str]) -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--output", type=output_file, default=Path("compare.html"), help="default %(default)s")
     arguments = parser.parse_args(argv)
-    write_page([read_run(folder, str(folder)) for folder in arguments.runs], arguments.output)
+    write_page([read_run(folder, str(folder), str(folder)) for folder in arguments.runs], arguments.output)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@
     validation.max_samples = 0               # any setting, for all runs
     [rule]
     parameters = 108e6                       # N0. A model of N parameters, without the embedding, has
-    batch = 327_680                          # tokens a step: these times (N / N0)^batch_power
-    rate = 2.35e-3                           # peak rate: this times (N / N0)^rate_power
+    batch = 327_680                          # tokens a step: these times (N / N0)^(2/3)
+    rate = 2.35e-3                           # peak rate: this times (N / N0)^(-1/3)
     warmup = 1                               # tokens of the warm-up: this times N
     sequences = 8                            # the batch is a multiple of these: local_batch_size x data-parallel ranks
-    batch_power = 0.667                      # 2 / 3 if left out
-    rate_power = -0.333                      # -1 / 3 if left out
     [sizes.small]
     model.dim = 512
     [sizes.large]
@@ -24,11 +22,9 @@ Each size has one run at a constant rate after its warm-up, the trunk, and a bra
 multiple. Started again, it trains what is not finished. At the end it writes ladder.html and ladder.json.
 """
 
-import itertools
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,10 +38,12 @@ from data.shards import open_dataset
 from models import build_model, find_model
 from storage.records import write_atomically
 from tools.compare import Shown, Table, read_run, write_page
-from tools.study import Plan, Run, Study, conduct, dotted
+from tools.study import Chain, Run, Study, conduct, dotted
 
-EXPONENTS = np.geomspace(0.005, 2.0, 2000)  # tried for the fit
-Point = dict[str, Any]  # a decayed run: what the rule gave, its loss, the fit's
+BATCH_POWER = 2 / 3  # of OLMo-core, by Porian et al. 2024
+RATE_POWER = -1 / 3
+LIMITS = 1000  # tried for the fit
+Point = dict[str, Any]  # a decayed run: its tokens and FLOPs, its loss, the fit's
 
 
 # -- which runs
@@ -59,8 +57,6 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rate: AboveZero
     warmup: NonNegative
     sequences: Positive
-    batch_power: float = 2 / 3  # of OLMo-core, by Porian et al. 2024
-    rate_power: float = -1 / 3
 
 
 class Ladder(msgspec.Struct, frozen=True):
@@ -72,8 +68,8 @@ class Ladder(msgspec.Struct, frozen=True):
     decay: Annotated[float, Meta(gt=0, lt=1)] = 0.2
 
 
-def read_ladder(file: Path) -> Plan:
-    """A ladder's folder, for each size its trunk and branches, and what writes its page. Raises ConfigError."""
+def read_ladder(file: Path) -> tuple[Path, list[Chain]]:
+    """A ladder's folder and, for each size, its trunk and branches. Raises ConfigError."""
     study = Study(file, Ladder.__struct_fields__)
     try:
         ladder = msgspec.convert(study.values, Ladder)
@@ -85,10 +81,10 @@ def read_ladder(file: Path) -> Plan:
         raise ConfigError(f"{file}: multiples = {multiples}: must rise, and be multiples of the first")
     chains = [plan_size(study, size, dotted(values), ladder) for size, values in ladder.sizes.items()]
     chains.sort(key=lambda runs: runs[0].config.optimizer.lr)  # the largest first
-    return study.folder, chains, partial(write_results, study.folder, list(itertools.chain(*chains)))
+    return study.folder, chains
 
 
-def plan_size(study: Study, size: str, own: Mapping[str, Any], ladder: Ladder) -> list[Run]:
+def plan_size(study: Study, size: str, own: Mapping[str, Any], ladder: Ladder) -> Chain:
     """The trunk of a size, and its branches. Raises ConfigError."""
     if "training.steps" in own:
         raise ConfigError(f"[sizes.{size}] training.steps: the multiples give the steps")
@@ -98,7 +94,7 @@ def plan_size(study: Study, size: str, own: Mapping[str, Any], ladder: Ladder) -
     parameters, _ = measure_model(config)
     growth = parameters / rule.parameters
     seq_len = config.training.max_seq_len
-    units = rule.batch * growth**rule.batch_power / seq_len / rule.sequences
+    units = rule.batch * growth**BATCH_POWER / seq_len / rule.sequences
     sequences = rule.sequences * max(1, round(units))
     sequences = own.get("training.global_batch_size", sequences)
     batch = sequences * seq_len
@@ -109,7 +105,7 @@ def plan_size(study: Study, size: str, own: Mapping[str, Any], ladder: Ladder) -
     first = saves * interval
     settings = {
         "training.global_batch_size": sequences,
-        "optimizer.lr": rule.rate * growth**rule.rate_power,
+        "optimizer.lr": rule.rate * growth**RATE_POWER,
         "lr_scheduler.warmup_steps": max(1, round(rule.warmup * parameters / batch)),
         **own,
         "training.epochs": 0,
@@ -146,27 +142,23 @@ def measure_model(config: Config) -> tuple[int, int]:
 
 
 def fit_losses(points: Sequence[Point]) -> dict[str, Any]:
-    """Fit loss = limit + factor[multiple] x FLOPs^-exponent by least squares of the relative error.
+    """Fit loss = limit + factor[multiple] x FLOPs^-exponent by least squares.
 
     Multiples share limit and exponent. So it is if loss is the sum of a limit, a power of parameters and one of tokens
-    (Hoffmann et al. 2022) with nearly the same exponent. For each exponent the rest is linear; the limit is at least 0.
+    (Hoffmann et al. 2022) with nearly the same exponent. For each limit, from 0 on, logarithms make the rest linear.
     """
     multiples = sorted({point["multiple"] for point in points})
     losses = np.array([point["loss"] for point in points])
     flops = np.array([point["flops"] for point in points])
-    ones = np.ones(len(points))
     belongs = np.equal.outer([point["multiple"] for point in points], multiples)
+    columns = np.column_stack([-np.log(flops), belongs])
     found = []
-    for exponent in EXPONENTS:
-        powers = belongs * (flops[:, None] / flops.max()) ** -exponent
-        for has_limit in (1.0, 0.0):
-            columns = np.insert(powers, 0, has_limit, axis=1) / losses[:, None]
-            solution = np.linalg.lstsq(columns, ones, rcond=None)[0]
-            if solution[0] >= 0:
-                error = np.sum((columns @ solution - 1) ** 2)
-                found.append((error, exponent, *solution))
-    _, exponent, limit, *factors = map(float, min(found))
-    factors = [factor * float(flops.max()) ** exponent for factor in factors]
+    for limit in np.linspace(0, losses.min(), LIMITS, endpoint=False):
+        solution = np.linalg.lstsq(columns, np.log(losses - limit), rcond=None)[0]
+        fitted = limit + np.exp(columns @ solution)
+        found.append((np.sum((fitted / losses - 1) ** 2), limit, *solution))
+    _, limit, exponent, *logarithms = min(found)
+    factors = np.exp(logarithms).tolist()
     return {"limit": limit, "exponent": exponent, "factors": dict(zip(multiples, factors, strict=True))}
 
 
@@ -179,20 +171,11 @@ def fitted_loss(fit: Mapping[str, Any], point: Point) -> float:
 
 
 def read_point(run: Run, shown: Shown) -> Point:
-    """What the rule gave a decayed run, and its loss."""
-    config = run.config
-    parameters, flops_per_token = measure_model(config)
+    """What a decayed run has come to."""
+    parameters, flops_per_token = measure_model(run.config)
     _, tokens, _, loss = shown.charts["validation_loss"][-1]
-    return {
-        **run.values,
-        "parameters": parameters,
-        "batch": tokens // config.training.steps,
-        "rate": config.optimizer.lr,
-        "warmup_steps": config.lr_scheduler.warmup_steps,
-        "tokens": tokens,
-        "flops": tokens * flops_per_token,
-        "loss": loss,
-    }
+    flops = tokens * flops_per_token
+    return {**run.values, "parameters": parameters, "tokens": tokens, "flops": flops, "loss": loss}
 
 
 def write_results(folder: Path, runs: Sequence[Run]) -> None:
@@ -202,7 +185,7 @@ def write_results(folder: Path, runs: Sequence[Run]) -> None:
     """
     if not all(run.finished for run in runs):
         return
-    shown = [read_run(run.folder, run.values["size"]) for run in runs]
+    shown = [read_run(run.folder, run.name, run.values["size"]) for run in runs]
     points = [read_point(run, own) for run, own in zip(runs, shown, strict=True) if "multiple" in run.values]
     points.sort(key=lambda point: (point["parameters"], point["multiple"]))
     largest = points[-1]["size"]
@@ -221,7 +204,7 @@ def write_results(folder: Path, runs: Sequence[Run]) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code. Raises TitaniteError."""
-    return conduct("ladder", __doc__ or "", argv, read_ladder)
+    return conduct("ladder", __doc__ or "", argv, read_ladder, write_results)
 
 
 if __name__ == "__main__":

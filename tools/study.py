@@ -5,15 +5,15 @@ Nothing else is kept: which runs are finished is read from their folders.
 """
 
 import argparse
-import csv
+import asyncio
 import os
 import re
 import shlex
 import signal
 import subprocess
 import time
+from asyncio.subprocess import DEVNULL
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -21,24 +21,11 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from config import (
-    Config,
-    ConfigError,
-    TitaniteError,
-    differences,
-    from_dict,
-    nest,
-    overlay,
-    read_toml,
-    to_toml,
-)
+from config import Config, ConfigError, TitaniteError, differences, from_dict, nest, overlay, read_toml, to_toml
 from run.folder import read_exit
 from run.processes import LaunchEnvironment, end_with_parent
 from start import set_up
 from storage.records import write_atomically
-
-Child: TypeAlias = "subprocess.Popen[bytes]"
-POLL_SECONDS = 0.2
 
 
 class Run(NamedTuple):
@@ -58,36 +45,27 @@ class Run(NamedTuple):
         return self.folder.name
 
     @property
-    def end(self) -> str:
-        """The kind of its end, if one was recorded."""
-        record = read_exit(self.folder) or {}
-        return record.get("kind", "none recorded")
+    def end(self) -> dict[str, Any]:
+        """The record of its end."""
+        return read_exit(self.folder) or {"kind": "unknown", "cause": "no end is recorded"}
 
     @property
     def finished(self) -> bool:
         """Whether it has come to its last step."""
-        return self.end == "finished"
+        return self.end["kind"] == "finished"
 
     def beside(self, suffix: str) -> Path:
         """The file beside its folder with this suffix: `.toml` its config, `.log` its output."""
         return self.folder.with_name(self.name + suffix)
 
 
-Chain = Sequence[Run]  # runs that train one after another, since they begin from checkpoints of the first
-Plan = tuple[Path, Sequence[Chain], Callable[[], None]]  # a study's folder, its runs, and what writes its results
+Chain: TypeAlias = Sequence[Run]  # runs that train one after another, since they begin from checkpoints of the first
 
 
 def name_values(values: Mapping[str, Any]) -> str:
-    """A name made of values, each by the last part of its setting, or by all of it if two have the same."""
-    last = {key: key.rpartition(".")[2] for key in values}
-    words = []
-    for key, value in values.items():
-        name = last[key]
-        if list(last.values()).count(name) > 1:
-            name = key
-        plain = re.sub(r"[^0-9A-Za-z_.+-]+", "-", str(value)).strip("-")
-        words.append(f"{name}={plain}")
-    return ",".join(words)
+    """A name made of values."""
+    words = [f"{key}={value}" for key, value in values.items()]
+    return ",".join(re.sub(r"[^\w.+=-]+", "-", word) for word in words)
 
 
 class Study:
@@ -100,8 +78,10 @@ class Study:
         self.values = {key: self.config.pop(key) for key in keys if key in self.config}
 
     def run(self, values: Mapping[str, Any], settings: Mapping[str, Any]) -> Run:
-        """The run of these values, with these settings over those for all."""
-        layer = nest({"run.folder": str(self.folder / name_values(values)), **settings})
+        """The run of these values, with these settings over those for all. Raises ConfigError."""
+        if "run.folder" in settings:
+            raise ConfigError("run.folder: a study names its runs; `folder` is where they are")
+        layer = nest({**settings, "run.folder": str(self.folder / name_values(values))})
         return Run(values, from_dict(overlay(self.config, layer)))
 
 
@@ -118,8 +98,17 @@ def dotted(table: Mapping[str, Any]) -> dict[str, Any]:
 # -- the command line
 
 
-def conduct(kind: str, about: str, argv: Sequence[str], read: Callable[[Path], Plan]) -> int:
-    """The command line of a kind of study; `read` reads its file. Returns the exit code. Raises TitaniteError."""
+def conduct(
+    kind: str,
+    about: str,
+    argv: Sequence[str],
+    read: Callable[[Path], tuple[Path, Sequence[Chain]]],
+    write_results: Callable[[Path, Sequence[Run]], None],
+) -> int:
+    """The command line of a kind of study. Returns the exit code. Raises TitaniteError.
+
+    `read` gives folder and runs of its file, `write_results` writes what came of them to the folder.
+    """
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=f"python -m tools.{kind}", description=about, formatter_class=form)
     add = parser.add_argument
@@ -130,47 +119,25 @@ def conduct(kind: str, about: str, argv: Sequence[str], read: Callable[[Path], P
     add("--page", action="store_true", help="train nothing, write the page of what is there")
     add("--slurm", metavar="OPTIONS", help='submit a job array with options of sbatch, as --slurm="--nodes=1"')
     options = parser.parse_args(argv)
-    folder, chains, write_results = read(options.file)
+    folder, chains = read(options.file)
     runs = list(chain(*chains))
     at_once = max(1, options.at_once)
     world_size = options.processes or torch.accelerator.device_count() // at_once or 1
     if not options.page:
         check_runs(runs, world_size)
     if options.slurm is not None:
-        submit(chains, folder, at_once, options.slurm)
+        submit(find_missing(chains), folder, at_once, options.slurm)
         return 0
     if not (options.dry_run or options.page):
-        train_all(chains, at_once, world_size)
+        asyncio.run(train_all(find_missing(chains), at_once, world_size))
     missing = [run for run in runs if not run.finished]
     for run in missing:
-        print(f"not finished: {run.name}{last_words(run)}")
+        print(f"not finished: {run.name}: {run.end['cause']}")
     print(f"finished: {len(runs) - len(missing)} of {len(runs)} runs")
     if options.dry_run:
         return 0
-    write_results()
+    write_results(folder, runs)
     return int(bool(missing))
-
-
-def last_words(run: Run) -> str:
-    """Where the output of a run is, and its last line; "" if it has never started."""
-    log = run.beside(".log")
-    if not log.exists():
-        return ""
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    last = [line for line in lines if line.strip()][-1:]
-    return "; ".join([f", its output: {log}", *last])
-
-
-def write_csv(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows, whose keys are the columns."""
-    columns = dict.fromkeys(chain(*rows))
-    with file.open("w", newline="", encoding="utf-8") as text:
-        writer = csv.DictWriter(text, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-# -- checks
 
 
 def check_runs(runs: Sequence[Run], world_size: int) -> None:
@@ -190,16 +157,10 @@ def check_unchanged(run: Run) -> None:
     """Refuse other settings than a run began with, wherever its folder was then. Raises ConfigError."""
     file = run.beside(".toml")
     if file.exists() and run.folder.exists():
-        changed = differences(_placeless(from_dict(read_toml(file))), _placeless(run.config))
+        changed = set(differences(from_dict(read_toml(file)), run.config))
+        changed -= {"run.folder", "checkpoint.branch_from"}  # places: the study's folder may have been moved
         if changed:
             raise ConfigError(f"began with other values of {', '.join(changed)}: name another `folder`, or remove it")
-
-
-def _placeless(config: Config) -> Config:
-    """The config without the place of the study's folder: it may have been moved."""
-    branch_from = config.checkpoint.branch_from.rpartition("/")[2]
-    checkpoint = replace(config.checkpoint, branch_from=branch_from)
-    return replace(config, run=replace(config.run, folder=""), checkpoint=checkpoint)
 
 
 # -- running
@@ -219,49 +180,46 @@ def find_missing(chains: Sequence[Chain]) -> list[Chain]:
     return waiting
 
 
-def train_all(chains: Sequence[Chain], at_once: int, world_size: int) -> None:
-    """Train what is not finished, up to `at_once` runs together.
+async def train_all(chains: Sequence[Chain], at_once: int, world_size: int) -> None:
+    """Train chains, up to `at_once` together; what follows a run that did not finish is not started."""
+    places: asyncio.Queue[dict[str, str]] = asyncio.Queue()
+    for place in share_devices(at_once, world_size):
+        places.put_nowait(place)
 
-    Ctrl-C lets the runs save and stop. So does the end of this process in any other way.
-    """
-    waiting = find_missing(chains)
-    places = share_devices(at_once, world_size)
-    jobs: dict[Child, tuple[Chain, dict[str, str]]] = {}  # what trains: its chain and its place
-    try:
-        while waiting or jobs:
-            while waiting and places:
-                runs = waiting.pop(0)
-                place = places.pop()
-                jobs[start(runs[0], world_size, place)] = runs, place
-            time.sleep(POLL_SECONDS)
-            for child in [child for child in jobs if child.poll() is not None]:
-                (run, *rest), place = jobs.pop(child)
-                places.append(place)
-                print(f"{run.name}: ended with exit code {child.returncode}", flush=True)
-                if run.finished and rest:
-                    waiting.insert(0, rest)
-    except KeyboardInterrupt:
-        print("the runs save and stop; the same command goes on from there", flush=True)
-        for child in jobs:
-            child.terminate()
-        for child in jobs:
-            child.wait()
-        raise
+    async def train_chain(runs: Chain) -> None:
+        place = await places.get()
+        for run in runs:
+            await train_run(run, place)
+            if not run.finished:
+                break
+        places.put_nowait(place)
+
+    await asyncio.gather(*map(train_chain, chains))
 
 
-def start(run: Run, world_size: int, place: dict[str, str]) -> Child:
-    """Start the processes of a run, in a session of their own: Ctrl-C reaches them only through us."""
+async def train_run(run: Run, place: Mapping[str, str]) -> None:
+    """Train a run in processes of a session of their own. Ctrl-C lets it save and stop, and so does our end."""
     print(f"{run.name}: starts", flush=True)
-    with run.beside(".log").open("ab") as output:
-        return subprocess.Popen(
-            ["./run_llama_train.sh", str(run.beside(".toml"))],
-            env=place | {"NGPU": str(world_size)},
-            stdin=subprocess.DEVNULL,
+    log = run.beside(".log")
+    with log.open("ab") as output:
+        child = await asyncio.create_subprocess_exec(
+            "./run_llama_train.sh",
+            str(run.beside(".toml")),
+            env=place,
+            stdin=DEVNULL,
             stdout=output,
             stderr=output,
             start_new_session=True,
             preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
+    try:
+        code = await child.wait()
+    except asyncio.CancelledError:
+        print(f"{run.name}: saves and stops; the same command goes on from there", flush=True)
+        child.terminate()
+        await child.wait()
+        raise
+    print(f"{run.name}: ended with exit code {code}, its output: {log}", flush=True)
 
 
 def share_devices(at_once: int, world_size: int) -> list[dict[str, str]]:
@@ -273,28 +231,25 @@ def share_devices(at_once: int, world_size: int) -> list[dict[str, str]]:
     places = []
     for _ in range(at_once):
         own = ",".join(islice(devices, count // at_once or 1))
-        places.append({"OMP_NUM_THREADS": str(threads), **os.environ, "CUDA_VISIBLE_DEVICES": own})
+        numbers = {"NGPU": str(world_size), "CUDA_VISIBLE_DEVICES": own}
+        places.append({"OMP_NUM_THREADS": str(threads), **os.environ, **numbers})
     return places
 
 
-# -- Slurm
-
-
 def submit(chains: Sequence[Chain], folder: Path, at_once: int, options: str) -> None:
-    """Submit what is not finished as an array of launch/slurm.sh, with these `options` of sbatch.
+    """Submit chains as an array of launch/slurm.sh, a task for each, with these `options` of sbatch.
 
     Its jobs wait for those of an earlier call, and end at once where those have done all. Raises TitaniteError if
     sbatch fails.
     """
-    waiting = find_missing(chains)
-    if not waiting:
+    if not chains:
         raise TitaniteError("every run is finished: --page writes the page")
     file = folder / f"slurm-{time.time_ns()}.txt"
-    lines = ["\t".join(str(run.folder) for run in runs) for runs in waiting]
+    lines = ["\t".join(str(run.folder) for run in runs) for runs in chains]
     write_atomically(file, "".join(f"{line}\n" for line in lines).encode())
     words = [f"--job-name={folder.absolute()}", "--dependency=singleton", f"--array=1-{len(lines)}%{at_once}"]
     words += [f"--output={folder}/slurm-%A_%a.log", f"--export=ALL,STUDY_RUNS={file}", *shlex.split(options)]
-    done = subprocess.run(["sbatch", *words, "launch/slurm.sh"], capture_output=True, text=True)
-    if done.returncode:
-        raise TitaniteError(f"sbatch: {done.stderr.strip()}")
-    print(f"{done.stdout.strip()}; once it has ended, --page writes the page")
+    code = subprocess.run(["sbatch", *words, "launch/slurm.sh"]).returncode
+    if code:
+        raise TitaniteError(f"sbatch ended with exit code {code}")
+    print("once it has ended, --page writes the page")

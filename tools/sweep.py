@@ -12,95 +12,74 @@
     model.dim = [128, 256]
     model.n_layers = [4, 6]
 
-Started again, it trains what is not finished. At the end it writes sweep.html and sweep.csv to the folder.
+Started again, it trains what is not finished. At the end it writes sweep.html to the folder.
 """
 
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from config import ConfigError, command_line
-from tools.compare import Table, is_loss, read_run, write_page
-from tools.study import Plan, Run, Study, conduct, dotted, name_values, write_csv
-
-SEED = "run.seed"
+from tools.compare import Table, read_run, write_page
+from tools.study import Chain, Run, Study, conduct, dotted, name_values
 
 
-# -- which runs
-
-
-def read_sweep(file: Path) -> Plan:
-    """A sweep's folder, its runs, each for itself, and what writes its page. Raises ConfigError."""
+def read_sweep(file: Path) -> tuple[Path, list[Chain]]:
+    """A sweep's folder and its runs, each for itself. Raises ConfigError."""
     study = Study(file, ("grid", "zip"))
     tables = [{key: values} for key, values in dotted(study.values.get("grid", {})).items()]
     tables += [dotted(table) for table in study.values.get("zip", [])]
+    if not tables:
+        raise ConfigError(f"{file}: varies nothing: needs [grid] or [[zip]]")
     keys = list(itertools.chain(*tables))
     for key in keys:
         if keys.count(key) > 1:
             raise ConfigError(f"{file}: {key}: varies twice; name it once in [grid] or [[zip]]")
-    axes = [_rows(table) for table in tables]
-    if not axes:
-        raise ConfigError(f"{file}: varies nothing: needs [grid] or [[zip]]")
-    runs = []
-    for choice in itertools.product(*axes):
-        values: dict[str, Any] = {}
-        for row in choice:
-            values |= row
-        runs.append(study.run(values, values))
-    return study.folder, [[run] for run in runs], partial(write_results, study.folder, runs)
+    chains: list[Chain] = []
+    for choice in itertools.product(*map(_rows, tables)):
+        values = dict(itertools.chain(*choice))
+        chains.append([study.run(values, values)])
+    return study.folder, chains
 
 
-def _rows(columns: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The first values of all columns, the second ones, and so on."""
+def _rows(columns: Mapping[str, Any]) -> list[list[tuple[str, Any]]]:
+    """(key, value) of the first values of all columns, of the second ones, and so on."""
     for key, values in columns.items():
         if not isinstance(values, list) or not values:
             raise ConfigError(f"{key} = {values!r}: needs a list of values")
     lengths = {len(values) for values in columns.values()}
     if len(lengths) > 1:
         raise ConfigError(f"{', '.join(columns)}: need lists of one length")
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-
-
-# -- what came of them
-
-
-def group_of(run: Run) -> str:
-    """The values that tell a run from others than its seeds."""
-    return name_values({key: value for key, value in run.values.items() if key != SEED}) or "all"
+    return [list(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def write_results(folder: Path, runs: Sequence[Run]) -> None:
-    """Write page and CSV of what is there, and print the tables. Raises TitaniteError.
+    """Write the page of what is there, and print its tables. Raises TitaniteError.
 
     The loss that counts is that of validation, if there is one.
     """
-    shown = [read_run(run.folder, group_of(run)) for run in runs]
+    shown = []
+    for run in runs:
+        varied = {key: value for key, value in run.values.items() if key != "run.seed"}
+        shown.append(read_run(run.folder, run.name, name_values(varied) or "all"))
     field = "loss"
     if any("validation_loss" in own.charts for own in shown):
         field = "validation_loss"
-    rows = []
     missing = []
     losses: dict[str, list[float]] = {}  # by group, of finished runs
     for run, own in zip(runs, shown, strict=True):
-        row: dict[str, Any] = {"run": run.name, **run.values, "finished": run.finished}
-        if "loss" in own.charts:
-            row["steps"], row["tokens"], *_ = own.charts["loss"][-1]
-        row |= {name: points[-1][-1] for name, points in own.charts.items() if is_loss(name)}
         if not run.finished:
-            missing.append([run.name, row.get("steps", 0), run.end])
-        elif field in row:
-            losses.setdefault(own.group, []).append(row[field])
-        rows.append(row)
-    write_csv(folder / "sweep.csv", rows)
+            missing.append([run.name, run.end["cause"]])
+        elif field in own.charts:
+            losses.setdefault(own.group, []).append(own.charts[field][-1][-1])
     tables = []
     if losses:
         tables.append(tabulate(field, losses))
     if missing:
-        tables.append(Table("Not finished", ["run", "steps", "its end"], missing, "Not in the means."))
+        tables.append(Table("Not finished", ["run", "why"], missing, "Not in the means."))
     write_page(shown, folder / "sweep.html", f"Sweep {folder.name}", tables)
     for table in tables:
         print(f"\n{table.text()}")
@@ -110,32 +89,18 @@ def tabulate(field: str, groups: Mapping[str, Sequence[float]]) -> Table:
     """The last losses of groups of runs: mean and deviation over seeds, the best first."""
     rows: list[list[Any]] = []
     for name, losses in groups.items():
-        deviation = stdev(losses) if len(losses) > 1 else "–"
+        deviation: Any = "–"
+        if len(losses) > 1:
+            deviation = stdev(losses)
         rows.append([name, len(losses), deviation, fmean(losses)])
     rows.sort(key=lambda row: row[3])
-    note = "Of finished runs; ±: standard deviation over seeds."
-    if len(rows) > 1:
-        note += f" {_lead(rows)}"
+    note = "Of finished runs; ±: standard deviation over seeds. A lead that is not larger says nothing."
     return Table(f"By {field}", ["values", "runs", "±", "at the end"], rows, note)
-
-
-def _lead(rows: Sequence[Sequence[Any]]) -> str:
-    """How far the best of two rows or more leads, beside the spread over seeds of the first two."""
-    first, second = rows[:2]
-    lead = second[3] - first[3]
-    text = f"{first[0]} leads {second[0]} by {lead:.4g}"
-    spreads = [row[2] for row in (first, second) if row[1] > 1]
-    if not spreads:
-        return f"{text}, of one run each: how far seeds spread is not known."
-    compared = "no more than"
-    if lead > max(spreads):
-        compared = "more than"
-    return f"{text}, {compared} ±, {max(spreads):.4g}."
 
 
 def main(argv: Sequence[str]) -> int:
     """The command line. Returns the exit code. Raises TitaniteError."""
-    return conduct("sweep", __doc__ or "", argv, read_sweep)
+    return conduct("sweep", __doc__ or "", argv, read_sweep, write_results)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,19 @@
 """Sweeps: which runs a file asks for, mistakes before the first starts, failures, a stop in the middle, the tables."""
 
-import contextlib
-import csv
+import asyncio
+import itertools
 import os
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
 from config import TitaniteError, from_dict, load_config
 from run.folder import record_exit
 from run.run import run_and_leave
-from storage.records import read_records
 from tests.harness import prepare_fork
-from tests.runs import content, how_it_ended, read, validated
+from tests.runs import content, how_it_ended, read
 from tests.unit.test_metrics_page import row, write_run
 from tools.study import Run, name_values, share_devices, train_all
 from tools.sweep import main, read_sweep, write_results
@@ -38,7 +33,7 @@ param_dtype = "float32"
 [lr_scheduler]
 warmup_steps = 1
 [validation]
-interval = 4
+interval = 100
 max_samples = 4
 [checkpoint]
 interval = 4
@@ -68,16 +63,12 @@ def test_the_runs_of_a_sweep(tmp_path, dataset):
     model.dim = [32, 64]
     optimizer.groups = [[], [{pattern = "*norm*", lr = 2}]]
     """
-    folder, chains, _ = read_sweep(write_study(tmp_path, dataset, text))
+    folder, chains = read_sweep(write_study(tmp_path, dataset, text))
     runs = [run for (run,) in chains]
     assert folder == tmp_path / "runs"
-    wide = "dim=64,groups=pattern-norm-lr-2"
-    assert [run.name for run in runs] == [
-        f"seed={seed},lr={lr},{shape}"
-        for seed in (3, 4)
-        for lr in ("0.001", "0.5")
-        for shape in ("dim=32,groups=", wide)
-    ]
+    shapes = ["model.dim=32,optimizer.groups=-", "model.dim=64,optimizer.groups=-pattern-norm-lr-2-"]
+    choices = itertools.product((3, 4), ("0.001", "0.5"), shapes)
+    assert [run.name for run in runs] == [f"run.seed={seed},optimizer.lr={lr},{shape}" for seed, lr, shape in choices]
     last = runs[-1].config
     assert (last.training.seq_len, last.training.steps, last.optimizer.lr, last.run.seed) == (64, 4, 0.5, 4)
     assert (last.model.dim, last.optimizer.groups[0].lr) == (64, 2.0)
@@ -85,119 +76,94 @@ def test_the_runs_of_a_sweep(tmp_path, dataset):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        ("[grids]\noptimizer.lr = [1.0]", r"lab.toml: \[grids\]: must be a section"),
-        ("[grid]\noptimizer.lrr = [1.0]", r"optimizer.lrr: unknown key; did you mean optimizer.lr"),
-        ("[grid]\noptimizer.lr = [1.0, 'x']", 'optimizer.lr = "x": must be a number'),
-        ("[grid]\noptimizer.lr = 1.0", "optimizer.lr = 1.0: needs a list"),
-        ("[grid]\noptimizer.lr = []", "optimizer.lr = .*needs a list"),
-        ('[grid]\nvalidation.sample_prompt = "abc"', "validation.sample_prompt = 'abc': needs a list"),
-        ("[grid]\nrun.seed = [0]\n[[zip]]\nrun.seed = [1]", "run.seed: varies twice"),
-        ("[grid]\nlr = [1.0]", "lr: must be a setting, as optimizer.lr without quotes"),
-        ("[grid]\noptimizer.lr = [1.0, 1.0]", "lr=1.0: two runs would have this folder"),
-        ("[grid]\nmodel.n_kv_heads = [2, 3]", "n_kv_heads=3: model.flavor = 'tiny' with .*n_kv_heads = 3"),
-        ("[grid]\nmodel.dimm = [32]", "model.dimm: unknown key; did you mean model.dim"),
+        ("[grids]\noptimizer.lr = [1.0]", r"lab.toml: \[grids\]"),
+        ("[grid]\noptimizer.lrr = [1.0]", r"optimizer.lrr: .*optimizer.lr\?"),
+        ("[grid]\noptimizer.lr = 1.0", "optimizer.lr = 1.0"),
+        ("[grid]\noptimizer.lr = []", "optimizer.lr = "),
+        ('[grid]\nvalidation.sample_prompt = "abc"', "validation.sample_prompt = 'abc'"),
+        ("[grid]\nrun.seed = [0]\n[[zip]]\nrun.seed = [1]", "run.seed: .*twice"),
+        ("[grid]\nrun.folder = ['a']", "run.folder"),
+        ("[grid]\nlr = [1.0]", "lr: .*optimizer.lr"),
+        ("[grid]\noptimizer.lr = [1.0, 1.0]", "lr=1.0: .*folder"),
         ("[grid]\ntraining.global_batch_size = [2, 3]", "global_batch_size=3: training.global_batch_size = 3"),
-        (
-            "checkpoint.enable = false\n[grid]\nvalidation.average = [3]",
-            "average=3: .*needs checkpoint.enable",
-        ),
         ("[grid]\nparallelism.tp = [1, 2]", "tp=2: .*world size"),
-        ("[grid]\ndata.datasets = [['nowhere']]", "datasets=nowhere: .*nowhere"),
-        ("[[zip]]\noptimizer.lr = [1.0]\nrun.seed = [1, 2]", "optimizer.lr, run.seed: need lists of one length"),
-        ("optimizer.lr = 1.0", "varies nothing"),
+        ("[grid]\ndata.datasets = [['nowhere']]", "datasets=-nowhere-: .*nowhere"),
+        ("[[zip]]\noptimizer.lr = [1.0]\nrun.seed = [1, 2]", "optimizer.lr, run.seed"),
+        ("optimizer.lr = 1.0", "lab.toml: .*grid"),
     ],
 )
-def test_a_mistake_is_found_before_any_run_starts(tmp_path, dataset, text, message):
+def test_a_mistake_is_found_before_any_run_starts(tmp_path, dataset, text, named):
     file = write_study(tmp_path, dataset, text)
-    with pytest.raises(TitaniteError, match=message):
+    with pytest.raises(TitaniteError, match=named):
         main([str(file)])
     assert not (tmp_path / "runs").exists()
 
 
 class Forked:
-    """A run in a forked process, with what a study asks of a Popen. `after_step`: called there after each step."""
+    """A run in a forked process, as asyncio has a child. `after_step`: called there after each step."""
 
     after_step = staticmethod(lambda step: None)
 
-    def __init__(self, run, world_size, place):
-        self.returncode = None
+    def __init__(self, file, log):
         prepare_fork()
         self.pid = os.fork()
         if not self.pid:
             try:
-                sys.stderr = run.beside(".log").open("a")  # pytest's own is not this process's
-                run_and_leave(lambda: train(load_config([str(run.beside(".toml"))]), self.after_step))
+                sys.stderr = open(log.name, "a")  # noqa: SIM115  # pytest's own is not this process's
+                run_and_leave(lambda: train(load_config([file]), self.after_step))
             finally:
                 os._exit(1)
 
-    def poll(self):
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if pid:
-            self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self):
-        os.waitpid(self.pid, 0)
+    async def wait(self):
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            await asyncio.sleep(0.05)
 
     def terminate(self):
         os.kill(self.pid, signal.SIGTERM)
 
 
+async def start_forked(script, file, stdout, **options):
+    return Forked(file, stdout)
+
+
 @pytest.fixture
 def forked(monkeypatch):
-    monkeypatch.setattr("tools.study.start", Forked)
+    monkeypatch.setattr("asyncio.create_subprocess_exec", start_forked)
 
 
 def test_a_failure_stops_no_other_run_and_is_tried_again(tmp_path, dataset, forked, capsys):
     file = write_study(tmp_path, dataset, "[grid]\noptimizer.lr = [1e30, 0.01, 0.001]")
+    runs = tmp_path / "runs"
     assert main([str(file), "--dry-run"]) == 0
-    assert not (tmp_path / "runs").exists()
+    assert not runs.exists()
     assert main([str(file), "--at-once=2"]) == 1
     said = capsys.readouterr().out
-    log = tmp_path / "runs" / "lr=1e+30.log"
-    assert "lr=1e+30: ended with exit code 2" in said
-    assert f"not finished: lr=1e+30, its output: {log}; " in said
+    log = runs / "optimizer.lr=1e+30.log"
+    assert f"optimizer.lr=1e+30: ended with exit code 2, its output: {log}" in said
+    assert "not finished: optimizer.lr=1e+30: step 2: loss" in said
     assert "step 2: loss" in log.read_text()
     assert "finished: 2 of 3 runs" in said
-    good = [tmp_path / "runs" / name for name in ("lr=0.01", "lr=0.001")]
+    good = [runs / f"optimizer.lr={rate}" for rate in (0.01, 0.001)]
     assert [how_it_ended(folder)["kind"] for folder in good] == ["finished", "finished"]
-    with (tmp_path / "runs" / "sweep.csv").open() as table:
-        rows = {line["run"]: line for line in csv.DictReader(table)}
-    for folder in good:
-        line = rows[folder.name]
-        assert (line["finished"], line["steps"]) == ("True", "4")
-        assert float(line["validation_loss"]) == validated(folder)[4]
-    assert rows["lr=1e+30"]["finished"] == "False"
     before = [content(folder) for folder in good]
     assert main([str(file)]) == 1
     assert len(read(log.with_suffix(""), "starts.jsonl")) == 2
     assert [content(folder) for folder in good] == before
-    (tmp_path / "runs").rename(tmp_path / "moved")
-    moved = Path(shutil.copyfile(file, tmp_path / "moved.toml"))
+    moved = tmp_path / "moved.toml"
     moved.write_text(file.read_text().replace("/runs", "/moved"))
+    runs.rename(tmp_path / "moved")
     assert main([str(moved), "--dry-run"]) == 0, "the folder may be moved"
-    (tmp_path / "moved").rename(tmp_path / "runs")
-    shutil.move(dataset, dataset.with_name("gone"))
-    try:
-        assert main([str(file), "--page"]) == 1, "the page needs no data"
-    finally:
-        shutil.move(dataset.with_name("gone"), dataset)
-    page = (tmp_path / "runs" / "sweep.html").read_text()
-    assert "Not finished" in page
-    file.write_text(file.read_text() + "\n[optimizer]\nbeta1 = 0.5")
-    with pytest.raises(TitaniteError, match=r"lr=1e.30: began with other values of optimizer.beta1: name another"):
-        main([str(file)])
-
-
-def is_running(word):
-    """Whether a process has this word in its command line."""
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
-            if word.encode() in file.read_bytes():
-                return True
-    return False
+    other = tmp_path / "other.toml"
+    other.write_text(moved.read_text() + "\n[optimizer]\nbeta1 = 0.5")
+    with pytest.raises(TitaniteError, match=r"lr=1e.30: .*optimizer.beta1"):
+        main([str(other)])
+    (tmp_path / "base.toml").write_text(SMALL_RUN.format(dataset=tmp_path / "gone", steps=4))
+    assert main([str(moved), "--page"]) == 1, "the page needs no data"
 
 
 def stop_parent(step):
@@ -205,69 +171,79 @@ def stop_parent(step):
         os.kill(os.getppid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize("is_killed", [False, True])
-def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, dataset, forked, monkeypatch, is_killed):
-    """By Ctrl-C, or killed while a run trains by run_llama_train.sh."""
-    file = write_study(tmp_path, dataset, "[grid]\nrun.seed = [0]", steps=150)
-    folder = tmp_path / "runs" / "seed=0"
-    if is_killed:
-        command = [sys.executable, "-m", "tools.sweep", str(file)]
-        with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as sweep:
-            while len(read_records(folder / "metrics.jsonl")) < 3:
-                assert sweep.poll() is None
-                time.sleep(0.05)
-            sweep.kill()
-        while is_running(f"{folder}.toml"):
-            time.sleep(0.05)
-    else:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts by &
-        monkeypatch.setattr(Forked, "after_step", staticmethod(stop_parent))
-        with pytest.raises(KeyboardInterrupt):
-            main([str(file)])
-        monkeypatch.undo()
-        monkeypatch.setattr("tools.study.start", Forked)
+def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, dataset, forked, monkeypatch):
+    text = "checkpoint.interval = 500\nvalidation.enable = false\n[grid]\nrun.seed = [0]"
+    file = write_study(tmp_path, dataset, text, steps=100)
+    folder = tmp_path / "runs" / "run.seed=0"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts by &
+    monkeypatch.setattr(Forked, "after_step", staticmethod(stop_parent))
+    with pytest.raises(KeyboardInterrupt):
+        main([str(file)])
+    monkeypatch.setattr(Forked, "after_step", staticmethod(lambda step: None))
     assert how_it_ended(folder)["kind"] == "stopped"
     assert main([str(file)]) == 0
     assert [start["after"] and start["after"]["kind"] for start in read(folder, "starts.jsonl")] == [None, "stopped"]
     steps = [line["step"] for line in read(folder, "metrics.jsonl") if line["loss"] is not None]
-    assert steps == list(range(1, 151)), "no step was trained twice"
+    assert steps == list(range(1, 101)), "no step was trained twice"
 
 
-def finished_run(folder, losses, lr, seed):
+def test_a_killed_sweep_lets_its_run_save(tmp_path, dataset, monkeypatch):
+    """The run is a script in its place, which tells through a pipe what it is given and whether it is asked to stop."""
+    file = write_study(tmp_path, dataset, "[grid]\nrun.seed = [0]")
+    script = tmp_path / "run_llama_train.sh"
+    script.write_text(
+        f"""#!/bin/bash
+        exec >{tmp_path}/told
+        trap 'kill $!; echo saved; exit' TERM
+        sleep 20 >/dev/null &
+        echo $1 processes $NGPU
+        wait"""
+    )
+    script.chmod(0o755)
+    os.mkfifo(tmp_path / "told")
+    monkeypatch.chdir(tmp_path)
+    prepare_fork()
+    pid = os.fork()
+    if not pid:
+        try:
+            main([str(file), "--processes=2"])
+        finally:
+            os._exit(1)
+    with (tmp_path / "told").open() as told:
+        assert told.readline() == f"{tmp_path}/runs/run.seed=0.toml processes 2\n"
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        assert told.read() == "saved\n"
+
+
+def recorded_run(folder, losses, lr, seed, kind="finished"):
     """A run of 10 steps for each loss, recorded by hand."""
     values = {"optimizer.lr": lr, "run.seed": seed}
     name = name_values(values)
     config = from_dict({"run": {"folder": str(folder / name)}})
     lines = [row(10 * number, loss=loss, step_seconds=1.0) for number, loss in enumerate(losses, start=1)]
     write_run(folder / name, lines or [""], config)
-    record_exit(folder / name, {"kind": "finished"})
+    record_exit(folder / name, {"kind": kind, "cause": "CUDA error"})
     return Run(values, config)
 
 
 def test_the_tables_of_a_sweep(tmp_path, capsys):
     runs = [
-        finished_run(tmp_path, [4.0, 3.0], lr=0.1, seed=0),
-        finished_run(tmp_path, [5.0, 4.0], lr=0.1, seed=1),
-        finished_run(tmp_path, [5.5, 4.5, 2.5], lr=0.2, seed=0),
-        finished_run(tmp_path, [9.0], lr=0.2, seed=1),
-        finished_run(tmp_path, [], lr=0.3, seed=0),
+        recorded_run(tmp_path, [4.0, 3.0], lr=0.1, seed=0),
+        recorded_run(tmp_path, [5.0, 4.0], lr=0.1, seed=1),
+        recorded_run(tmp_path, [5.5, 4.5, 2.5], lr=0.2, seed=0),
+        recorded_run(tmp_path, [9.0], lr=0.2, seed=1, kind="failed"),
+        recorded_run(tmp_path, [], lr=0.3, seed=0),
+        Run({"run.seed": 9}, from_dict({"run": {"folder": str(tmp_path / "new")}})),
     ]
-    runs += [run._replace(config=from_dict({"run": {"folder": str(tmp_path / "new")}})) for run in runs[:1]]
-    (runs[3].folder / "exit.json").write_text('{"kind": "error"}')
     write_results(tmp_path, runs)
     printed = capsys.readouterr().out
     lines = [line.split() for line in printed.partition("By loss")[2].splitlines()[2:4]]
-    assert lines == [["lr=0.2", "1", "–", "2.5"], ["lr=0.1", "2", f"{statistics.stdev([3.0, 4.0]):.5g}", "3.5"]]
-    assert "lr=0.2 leads lr=0.1 by 1, more than ±, 0.7071." in printed
+    deviation = f"{statistics.stdev([3.0, 4.0]):.5g}"
+    assert lines == [["optimizer.lr=0.2", "1", "–", "2.5"], ["optimizer.lr=0.1", "2", deviation, "3.5"]]
     missing = [line.split() for line in printed.partition("Not finished")[2].splitlines()[2:4]]
-    assert missing == [["lr=0.2,seed=1", "10", "error"], ["new", "0", "none", "recorded"]]
-    with (tmp_path / "sweep.csv").open() as file:
-        assert [line["loss"] for line in csv.DictReader(file)] == ["3.0", "4.0", "2.5", "9.0", "", ""]
-
-
-def test_settings_of_one_last_part_are_named_whole():
-    values = {"validation.interval": 5, "checkpoint.interval": 5, "run.seed": 0}
-    assert name_values(values) == "validation.interval=5,checkpoint.interval=5,seed=0"
+    assert missing == [["optimizer.lr=0.2,run.seed=1", "CUDA", "error"], ["new", "no", "end", "is", "recorded"]]
+    assert "Not finished" in (tmp_path / "sweep.html").read_text()
 
 
 def test_runs_at_once_share_devices_and_threads(monkeypatch):
@@ -277,7 +253,7 @@ def test_runs_at_once_share_devices_and_threads(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     places = share_devices(at_once=2, world_size=2)
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["4,5", "6,7"]
-    assert [place["OMP_NUM_THREADS"] for place in places] == ["4", "4"]
+    assert [(place["NGPU"], place["OMP_NUM_THREADS"]) for place in places] == [("2", "4")] * 2
     places = share_devices(at_once=8, world_size=1)
     assert [place["CUDA_VISIBLE_DEVICES"] for place in places] == ["4", "5", "6", "7"] * 2
 
@@ -286,20 +262,14 @@ def test_what_begins_from_a_run_that_failed_is_not_started(tmp_path, monkeypatch
     """A trunk without its end, and one that finishes: the branch of the second alone starts."""
     started = []
 
-    class Ended:
-        returncode = 0
+    async def end_at_once(run, place):
+        started.append(run.name)
+        if run.name != "bad":
+            run.folder.mkdir(parents=True)
+            record_exit(run.folder, {"kind": "finished"})
 
-        def __init__(self, run, *_):
-            started.append(run.name)
-            if run.name != "bad":
-                run.folder.mkdir(parents=True)
-                record_exit(run.folder, {"kind": "finished"})
-
-        def poll(self):
-            return 0
-
-    monkeypatch.setattr("tools.study.start", Ended)
+    monkeypatch.setattr("tools.study.train_run", end_at_once)
     names = (("bad", "bad-branch"), ("good", "good-branch"))
     chains = [[Run({}, from_dict({"run": {"folder": str(tmp_path / name)}})) for name in pair] for pair in names]
-    train_all(chains, at_once=1, world_size=1)
+    asyncio.run(train_all(chains, at_once=1, world_size=1))
     assert started == ["bad", "good", "good-branch"]

@@ -128,7 +128,7 @@ def test_a_hang_is_requeued_where_torchrun_may_not_start_the_job_again(cluster, 
 
 
 @pytest.mark.long
-def test_a_study_is_an_array_of_jobs(cluster, tmp_path, monkeypatch, capsys):
+def test_a_study_is_an_array_of_jobs(cluster, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
     settings = [setting.removeprefix("--") for setting in SETTINGS if "param_dtype" not in setting]
     (tmp_path / "base.toml").write_text(
@@ -138,12 +138,12 @@ def test_a_study_is_an_array_of_jobs(cluster, tmp_path, monkeypatch, capsys):
     lines = ['base = "base.toml"', f'folder = "{tmp_path / "runs"}"', *settings, "[grid]", "run.seed = [0, 1, 2]"]
     file.write_text("\n".join(lines))
     words = [str(file), "--slurm=--nodes=1 --partition=low --gpus-per-node=0", "--at-once=2"]
-    folder, chains, _ = read_sweep(file)
+    folder, chains = read_sweep(file)
     runs = [run for (run,) in chains]
-    plan = folder, [runs[:2], runs[2:]], lambda: None
-    assert conduct("ladder", "", words, lambda file: plan) == 0
-    assert conduct("ladder", "", words, lambda file: plan) == 0, "it waits for the first, and finds all done"
-    cluster.job = capsys.readouterr().out.rpartition("batch job ")[2].partition(";")[0]
+    plan = folder, [runs[:2], runs[2:]]
+    assert conduct("ladder", "", words, lambda file: plan, print) == 0
+    assert conduct("ladder", "", words, lambda file: plan, print) == 0, "it waits for the first, and finds all done"
+    cluster.job = capfd.readouterr().out.rpartition("batch job ")[2].partition("\n")[0]
     done = ("squeue", "--noheader", f"--jobs={cluster.job}", "--states=all", "--format=%T")
     cluster.log = folder / f"slurm-{cluster.job}_1.log"
     cluster.wait(lambda: set(cluster.call(*done).split()) == {"COMPLETED"}, "all runs", dead=set())
@@ -152,7 +152,7 @@ def test_a_study_is_an_array_of_jobs(cluster, tmp_path, monkeypatch, capsys):
     ended = [(run.folder / "exit.json").stat().st_mtime for run in runs[:2]]
     assert ended[0] < (runs[1].folder / "config.toml").stat().st_mtime < ended[1], "one after another"
     assert sweep([str(file), "--page"]) == 0
-    assert re.search("^all +3 ", capsys.readouterr().out, re.MULTILINE), "all are in the mean"
+    assert re.search("^all +3 ", capfd.readouterr().out, re.MULTILINE), "all are in the mean"
 
 
 def _read(file):
