@@ -52,7 +52,7 @@ def settings(tmp_path_factory):
     documents = [[[*range(first, first + 30), 0] for first in range(1, 900, 30)]]
     dataset = write_dataset(tmp_path_factory.mktemp("data"), documents)
     own = ["--training.steps=4", "--training.seq_len=16", "--training.global_batch_size=2", "--checkpoint.interval=1"]
-    return [*SMALL, *own, f"--data.datasets={dataset}", "--validation.enable=false", "--metrics.log_interval=3"]
+    return [*SMALL, *own, f"--data.datasets={dataset}", "--validation.enable=false", "--metrics.log_interval=1"]
 
 
 @pytest.fixture(scope="module")
