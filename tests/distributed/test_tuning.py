@@ -1,8 +1,7 @@
-"""An imported model is tuned by train.py itself: cut, resumed, proven, exported; and it does its task."""
+"""An imported model is tuned by train.py itself: cut, resumed, proven and exported."""
 
 import json
 import shutil
-from unittest import mock
 
 import torch
 from tokenizers import AddedToken, models, pre_tokenizers
@@ -11,13 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from data.prepare import main as prepare
 from data.tokenizer import Tokenizer
-from generate import main as generate_text
 from tests.runs import column, launch
 from tools.audit import prove
 from tools.hf import main as checkpoint_hf
 
 NUMBERS = 20
-VOCAB = 64
 SETTINGS = (
     "--training.seq_len=64",
     "--training.local_batch_size=4",
@@ -40,11 +37,17 @@ TEMPLATE = (
 
 
 def save_model(folder):
-    """A random Llama of transformers'."""
+    """A random Llama of transformers', with a tokenizer of words."""
     torch.manual_seed(0)
     shape = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, **shape, **heads)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape, **heads)).save_pretrained(folder)
+    special = ["<eos>", "<|im_start|>", "<|im_end|>"]
+    words = [*special, "?", "user", "assistant", "after", *(f"n{i}" for i in range(NUMBERS))]
+    raw = RawTokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.add_special_tokens([AddedToken(token, special=True) for token in special])
+    Tokenizer(raw, "<eos>", chat_template=TEMPLATE).save(folder)
 
 
 def turns(number):
@@ -53,16 +56,9 @@ def turns(number):
     return [{"role": "user", "content": f"after n{number} ?"}, {"role": "assistant", "content": answer}]
 
 
-def test_a_tuned_import_answers_in_transformers_as_here(tmp_path, capsys, monkeypatch):
-    special = ["<eos>", "<|im_start|>", "<|im_end|>"]
-    numbers = [f"n{i}" for i in range(NUMBERS)]
-    words = ["<eos>", "<|im_start|>", "?", "user", "assistant", "after", "<|im_end|>", *numbers]
-    raw = RawTokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    raw.add_special_tokens([AddedToken(token, special=True) for token in special])
+def test_a_tuned_import_does_its_task_in_transformers(tmp_path):
     theirs, imported, run, exported = (tmp_path / name for name in ("hf", "imported", "run", "exported"))
     save_model(theirs)
-    Tokenizer(raw, "<eos>", chat_template=TEMPLATE).save(theirs)
     checkpoint_hf(["import", str(theirs), str(imported)])
     lines = [json.dumps({"messages": turns(i)}) + "\n" for i in range(NUMBERS)] * 30
     (tmp_path / "chats.jsonl").write_text("".join(lines))
@@ -80,10 +76,6 @@ def test_a_tuned_import_answers_in_transformers_as_here(tmp_path, capsys, monkey
     assert "without gap or overlap" in prove(run)[0]
 
     checkpoint_hf(["export", str(run), str(exported), "--dtype=float32"])
-    config = json.loads((exported / "config.json").read_text())
-    assert config["max_position_embeddings"] == 2048, "the import's, not the run's 64"
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        assert (exported / file).read_bytes() == (theirs / file).read_bytes()
     model = AutoModelForCausalLM.from_pretrained(exported)
     tokenizer = AutoTokenizer.from_pretrained(exported)
     for number in range(NUMBERS):
@@ -91,8 +83,3 @@ def test_a_tuned_import_answers_in_transformers_as_here(tmp_path, capsys, monkey
         asked = tokenizer.apply_chat_template([question], add_generation_prompt=True, return_tensors="pt")["input_ids"]
         made = model.generate(asked, max_new_tokens=9, do_sample=False)[0, asked.shape[1] :]
         assert tokenizer.decode(made) == f"{answer['content']} <|im_end|>"
-    question, answer = turns(7)
-    monkeypatch.setattr("builtins.input", mock.Mock(side_effect=[question["content"], EOFError]))
-    capsys.readouterr()
-    generate_text([str(run), "--chat", "--temperature=0", "--max-tokens=9"])
-    assert capsys.readouterr().out.strip() == answer["content"]

@@ -30,7 +30,6 @@ from models.weights import init_weights
 from tests.corpus import stored_blocks, write_dataset
 from tests.harness import run_ranks
 from tests.runs import final_weights, flat, launch, read, same, validated
-from tests.unit.test_data_tuning import examples  # noqa: F401
 from tests.unit.test_data_tuning import folder as tuning  # noqa: F401
 from tools.average import main as average
 from tools.compare import read_charts

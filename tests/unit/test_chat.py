@@ -3,9 +3,7 @@
 import itertools
 import json
 import re
-from functools import partial
 from importlib.util import find_spec
-from itertools import pairwise
 from operator import itemgetter
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from config import TitaniteError
 from data.chat import ChatTemplate, chat_of, read_conversation
-from data.packing import HIDDEN, START, TOKEN_BITS
+from data.packing import TOKEN_BITS
 from data.prepare import main as prepare
 from data.prepare.tuning import encode_conversation, use_template
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -37,6 +35,7 @@ def template(answer, other="{{ m.content }}<|im_end|>", begin=BEGIN):
 
 
 PLAIN = template("{{ m.content }}<|im_end|>")
+PHI = template("{{ m.content }}<|im_end|>{% if loop.last %}{{ eos_token }}{% endif %}")
 CALLS = "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
 TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
 WITH_TOOLS = TOOLS + template("{{ m.reasoning_content }}{{ m.content }}" + CALLS + "<|im_end|>")
@@ -49,9 +48,15 @@ def tokenizer(source):
     return Tokenizer(raw, "<|endoftext|>", bos_token="<s>", chat_template=source)
 
 
-def transformers_of(ours):
+def expected(ours, turns, tools=None):
+    """The ids and the mask of transformers."""
     raw = RawTokenizer.from_str(ours.raw.to_str())
-    return PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", eos_token="<|endoftext|>")
+    theirs = PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token=ours.declared["bos_token"], eos_token=ours.eos_token
+    )
+    options = {"chat_template": chat_of(ours).source, "return_dict": True, "return_assistant_tokens_mask": True}
+    made = theirs.apply_chat_template(turns, tools=tools, **options)
+    return made["input_ids"], made["assistant_masks"]
 
 
 def trained_texts(ours, example):
@@ -66,28 +71,25 @@ def trained_texts(ours, example):
         ("{{ bos_token }}" + PLAIN, [f"a1{END}", f"a2{END}"]),
         (template("{{ m.content }}", "{{ m.content }}<|im_end|>"), ["a1", "a2"]),
         ("", ["a1<|endoftext|>", "a2<|endoftext|>"]),  # the built-in one
-        (  # as Phi-3's, and as gpt-oss's
-            template("{{ m.content }}<|im_end|>{% if loop.last %}{{ eos_token }}{% endif %}"),
-            [f"a1{END}", f"a2{END}<|endoftext|>"],
-        ),
+        (PHI, [f"a1{END}", f"a2{END}<|endoftext|>"]),
         (
-            template("{{ m.content }}{% if loop.last %}{{ eos_token }}{% else %}<|im_end|>{% endif %}"),
+            template("{{ m.content }}{% if loop.last %}{{ eos_token }}{% else %}<|im_end|>{% endif %}"),  # as gpt-oss's
             [f"a1{END}", "a2<|endoftext|>"],
         ),
     ],
 )
-@pytest.mark.parametrize("ends_with", ["assistant", "user"])
-def test_each_answer_is_trained_in_the_ids_of_transformers(source, trained, ends_with):
+def test_each_answer_is_trained_in_the_ids_of_transformers(source, trained):
     ours = tokenizer(source)
-    turns = [*TURNS, TURNS[0]][: 4 + (ends_with == "user")]
-    example = encode_conversation(ours, turns)
-    if ends_with == "user":  # the last answer does not end the conversation
-        trained = [text.replace(f"{END}<|endoftext|>", END) for text in trained]
-        trained = [trained[0], trained[0].replace("1", "2")]
+    example = encode_conversation(ours, TURNS)
     assert trained_texts(ours, example) == trained
-    options = {"chat_template": chat_of(ours).source, "return_dict": True, "return_assistant_tokens_mask": True}
-    made = transformers_of(ours).apply_chat_template(turns, **options)
-    assert (example.ids, example.trained) == (made["input_ids"], made["assistant_masks"])
+    assert example == expected(ours, TURNS)
+
+
+def test_a_conversation_may_end_with_a_question():
+    ours = tokenizer(PHI)
+    example = encode_conversation(ours, [*TURNS, TURNS[0]])
+    assert trained_texts(ours, example) == [f"a1{END}", f"a2{END}"]  # the last answer does not end it
+    assert example == expected(ours, [*TURNS, TURNS[0]])
 
 
 CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": None, "y": "é"}}}
@@ -101,7 +103,6 @@ LAST = {"role": "assistant", "content": "Surely noon."}
 @pytest.mark.parametrize(
     ("source", "turns", "tools", "lost"),
     [
-        (WITH_TOOLS, [TURNS[0], CALLED, ANSWERED, LAST], [TOOL], ""),
         # Of two parallel calls, the second.
         (WITH_TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"), [TURNS[0], CALLED, LAST], None, '"g"'),
         # Text beside calls, whose words an answer has again.
@@ -117,7 +118,6 @@ LAST = {"role": "assistant", "content": "Surely noon."}
         (WITH_TOOLS.replace("tools or []", "(tools or [])[:1]"), TURNS, [TOOL, OTHER], '"g"'),
         (PLAIN.replace("in messages", "in messages if m.role != 'tool'"), [TURNS[0], ANSWERED, LAST], None, "'noon'"),
         (PLAIN, [TURNS[0], LAST | {"reasoning_content": "hm"}], None, "reasoning_content"),
-        (PLAIN, [TURNS[0], LAST | {"thinking": "hm"}], None, "thinking"),
         (
             PLAIN.replace("{{ m.content }}<", "{{ m.content.split('</think>')[-1] }}<"),
             [TURNS[0], LAST | {"content": "<think>hm</think>noon"}],
@@ -127,15 +127,18 @@ LAST = {"role": "assistant", "content": "Surely noon."}
     ],
 )
 def test_what_a_template_does_not_print_is_refused(source, turns, tools, lost):
-    ours = tokenizer(source)
-    if lost:
-        with pytest.raises(TitaniteError, match=rf"does not print .*{lost}.*--chat-template"):
-            encode_conversation(ours, turns, tools)
-        return
-    example = encode_conversation(ours, turns, tools)
-    text = transformers_of(ours).apply_chat_template(turns, tools=tools, chat_template=source, tokenize=False)
-    assert ours.raw.decode(example.ids, skip_special_tokens=False) == text
-    assert '{"x": null, "y": "é"}' in text, "a null that is said stays"
+    with pytest.raises(TitaniteError, match=rf"does not print .*{lost}.*--chat-template"):
+        encode_conversation(tokenizer(source), turns, tools)
+
+
+def test_calls_and_tools_are_printed_also_those_that_are_json_text():
+    ours = tokenizer(WITH_TOOLS)
+    turns = [TURNS[0], CALLED, ANSWERED, LAST]
+    call = CALL | {"function": CALL["function"] | {"arguments": '{"x": null, "y": "é"}'}}
+    record = {"messages": [TURNS[0], CALLED | {"tool_calls": [call, OTHER]}, *turns[2:]], "tools": json.dumps([TOOL])}
+    example = encode_conversation(ours, *read_conversation(record))
+    assert example == expected(ours, turns, [TOOL])
+    assert '{"x": null, "y": "é"}' in ours.raw.decode(example.ids), "a null that is said stays"
 
 
 @pytest.mark.parametrize(
@@ -172,33 +175,28 @@ TRL = find_spec("trl")  # pip install --no-deps trl
 MARKED = sorted(Path(TRL.origin).parent.glob("chat_templates/*_training.jinja")) if TRL and TRL.origin else []
 SPELT = r"<\|[^|<>'\"{}]{1,40}\|>|<(?:start|end)_of_turn>|</?s>|<eos>|<bos>|<｜[^<>]{1,40}｜>"
 ARGUMENTS = CALL | {"id": "abcdefghi", "function": {"name": "f", "arguments": {"y": "é"}}}
-DIALOGUES = [
-    (TURNS, None),
-    ([{"role": "system", "content": "be kind"}, *TURNS], None),
-    ([TURNS[0], {"role": "assistant", "content": "", "tool_calls": [ARGUMENTS]}, ANSWERED, LAST], [TOOL]),
-    ([TURNS[0], LAST | {"reasoning_content": "hm"}], None),
-]
+DIALOGUES = {
+    "plain": (TURNS, None),
+    "system": ([{"role": "system", "content": "be kind"}, *TURNS], None),
+    "tools": ([TURNS[0], {"role": "assistant", "content": "", "tool_calls": [ARGUMENTS]}, ANSWERED, LAST], [TOOL]),
+    "thoughts": ([TURNS[0], LAST | {"reasoning_content": "hm"}], None),
+}
 
 
+@pytest.mark.parametrize("dialogue", DIALOGUES)
 @pytest.mark.parametrize("file", MARKED, ids=lambda file: file.stem)
-def test_trl_s_marked_templates_give_its_ids_and_masks_or_a_refusal(file):
+def test_trl_s_marked_templates_give_its_ids_and_masks_or_a_refusal(file, dialogue):
     source = file.read_text()
-    raw = byte_tokenizer("<|endoftext|>", *sorted({*re.findall(SPELT, source)} - {"<|endoftext|>"})).raw
+    raw = byte_tokenizer(*sorted({"<|endoftext|>", *re.findall(SPELT, source)})).raw
     ours = Tokenizer(raw, "<|endoftext|>", bos_token="<|endoftext|>", chat_template=source)
-    theirs = PreTrainedTokenizerFast(
-        tokenizer_object=RawTokenizer.from_str(raw.to_str()), bos_token="<|endoftext|>", eos_token="<|endoftext|>"
-    )
-    options = {"chat_template": source, "return_dict": True, "return_assistant_tokens_mask": True}
-    for turns, tools in DIALOGUES:
-        try:
-            example = encode_conversation(ours, turns, tools)
-        except TitaniteError:
-            if turns is TURNS:  # it wants contents in parts
-                with pytest.raises(UndefinedError):
-                    theirs.apply_chat_template(turns, **options)
-            continue
-        made = theirs.apply_chat_template(turns, tools=tools, **options)
-        assert (example.ids, example.trained) == (made["input_ids"], made["assistant_masks"])
+    try:
+        example = encode_conversation(ours, *DIALOGUES[dialogue])
+    except TitaniteError:
+        if dialogue == "plain":
+            with pytest.raises(UndefinedError):  # it wants contents in parts
+                expected(ours, *DIALOGUES[dialogue])
+        return
+    assert example == expected(ours, *DIALOGUES[dialogue])
 
 
 @pytest.mark.parametrize(
@@ -216,46 +214,32 @@ def test_special_tokens_are_looked_for_in_what_is_said(turn, tool):
     ours = Tokenizer(raw, "<|endoftext|>", chat_template=WITH_TOOLS)
     asked = {"role": "user", "content": "who?"}
     encode_conversation(ours, [asked, CALLED, ANSWERED, LAST], [TOOL])
-    for encode in (chat_of(ours).encode, partial(encode_conversation, ours)):
-        with pytest.raises(TitaniteError, match="spells out '<a\"b>'"):
-            encode([asked, turn, LAST], [tool])
-
-
-def test_calls_and_tools_that_are_json_text_become_objects():
-    arguments = '{"x": null, "n": [1]}'
-    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
-    messages, tools = read_conversation({"messages": [TURNS[0], called], "tools": json.dumps([TOOL]), "id": 3})
-    assert messages[1]["content"] == ""
-    assert messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": None, "n": [1]}
-    assert tools == [TOOL]
+    with pytest.raises(TitaniteError, match="spells out '<a\"b>'"):
+        encode_conversation(ours, [asked, turn, LAST], [tool])
 
 
 def test_template_and_special_tokens_of_a_folder_are_those_of_transformers(tmp_path):
     """Where tokenizer_config.json, an older file and chat templates with names hold them; in a dataset of it, too."""
     source = "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ unk_token }}|" + PLAIN
     declared = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": {"__type": "AddedToken", "content": "<s>"}}
-    declared |= {"pad_token": "<|im_end|>", "model_max_length": 99, "eos_token": "<|endoftext|>"}
+    declared |= {"pad_token": "<|im_end|>", "eos_token": "<|endoftext|>"}
     # Jinja may trim the spaces beside a tag.
     named = [{"name": "tool_use", "template": f"\n {TOOLS}{source}\n "}, {"name": "default", "template": source + "\n"}]
     tokenizer("").save(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared | {"chat_template": named}))
     (tmp_path / "special_tokens_map.json").write_text(json.dumps({"unk_token": {"content": "<|im_start|>"}}))
-    rows = [{"messages": TURNS}, {"messages": TURNS, "tools": [TOOL]}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": TURNS, "tools": [TOOL]}))
     command = ["--source", str(tmp_path / "a.jsonl"), "--format=chat", "--seq-len=512", "--validation-fraction=0"]
     prepare([*command, "--tokenizer", str(tmp_path), "--output", str(tmp_path / "set")])
     theirs = AutoTokenizer.from_pretrained(tmp_path)
-    expected = [theirs.apply_chat_template(TURNS, tools=tools, return_dict=False) for tools in (None, [TOOL])]
+    plain, with_tools = [theirs.apply_chat_template(TURNS, tools=tools, return_dict=False) for tools in (None, [TOOL])]
     for folder in (tmp_path, tmp_path / "set"):
-        assert [chat_of(load_tokenizer(folder)).encode(TURNS, tools) for tools in (None, [TOOL])] == expected
+        found = chat_of(load_tokenizer(folder))
+        assert (found.encode(TURNS), found.encode(TURNS, [TOOL])) == (plain, with_tools)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         assert (tmp_path / "set" / name).read_bytes() == (tmp_path / name).read_bytes()
     ((row,),) = stored_blocks(tmp_path / "set")
-    starts = [place for place, token in enumerate(row) if token & START]
-    found = [[token & TOKEN_BITS for token in row[first:stop]] for first, stop in pairwise(starts)]
-    assert sorted(found) == sorted(expected)
-    kept = [token & TOKEN_BITS for token in row if token < HIDDEN]
-    assert tokenizer("").raw.decode(kept, skip_special_tokens=False) == f"a1{END}a2{END}" * 2
+    assert [token & TOKEN_BITS for token in row[: len(with_tools)]] == with_tools
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from config import ConfigError, TitaniteError
 from data.files import Cache
 from data.loader import DataLoader, validation_batches
 from data.shards import DataError, check_datasets, open_dataset, seal
-from storage import DamagedError, StoreError
+from storage import StoreError
 from tests.corpus import data_config, word_tokenizer, write_dataset
 from tests.harness import run_ranks
 
@@ -69,8 +68,7 @@ def test_any_flipped_bit_of_a_manifest_is_found(folder):
     """It would be another dataset, which a resume begins at its first token, or the same with a shard less."""
     file = folder / "manifest.json"
     sound = file.read_bytes()
-    version = 8 * sound.index(b'"version": ')
-    for bit in [*range(0, 8 * len(sound), 29), *range(version, version + 8 * 12)]:  # in all places of a byte
+    for bit in range(0, 8 * len(sound), 29):  # in all places of a byte
         file.write_bytes(sound)
         damage(file, bit // 8, 1 << bit % 8)
         with pytest.raises(DataError, match=r"manifest\.json: (is damaged|not a manifest|format)"):
@@ -85,23 +83,19 @@ def test_combinations_that_do_not_fit(folder, tmp_path):
         check(folder, shutil.copytree(folder, tmp_path / "copy"))
     with pytest.raises(DataError, match=r"400 training tokens are too few .* training\.seq_len = 400"):
         check(folder, training__seq_len=400)
-    check(other, validation__enable=True)  # which holds nothing out
     bare = write_dataset(tmp_path / "bare", DOCUMENTS[:1])
-    check(bare, validation__enable=True, validation__datasets=[str(folder)])
+    check(bare, validation__enable=True)  # which holds nothing out
     with pytest.raises(DataError, match="has no validation documents"):
         check(folder, validation__datasets=[str(bare)])
 
 
 def test_a_run_goes_on_only_with_its_own_tokenizer(folder, tmp_path):
     other = write_dataset(tmp_path / "other", DOCUMENTS, vocab_size=999)
-    run = tmp_path / "run"
-    run.mkdir()
-    shutil.copy(folder / "tokenizer.json", run)
-    settings = {"training__seq_len": 8, "run__folder": str(run)}
-    DataLoader(data_config(other, **settings), 0, 1).close()  # what is no run, train() will say
-    (run / "model.json").touch()
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    (tmp_path / "model.json").touch()
+    settings = {"training__seq_len": 8, "run__folder": str(tmp_path)}
     DataLoader(data_config(folder, **settings), 0, 1).close()
-    with pytest.raises(ConfigError, match=r"run: this run began with another tokenizer than .*other was made with"):
+    with pytest.raises(ConfigError, match=r"this run began with another tokenizer than .*other was made with"):
         DataLoader(data_config(other, **settings), 0, 1)
 
 
@@ -114,44 +108,45 @@ def test_checking_imports_no_torch(folder):
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
 
 
-@pytest.mark.parametrize("vocab_size", [395, 399])
-def test_token_above_the_vocabulary_is_named(folder, vocab_size):
-    change_manifest(folder, vocab_size=vocab_size)  # ids go up to 399
+def test_token_above_the_vocabulary_is_named(folder):
+    change_manifest(folder, vocab_size=399)  # ids go up to 399
     split = open_dataset(str(folder)).splits["train"]
     split.read(8)
-    message = rf"train-00001\.arrow, block 4, row 3: token id 399 is not below vocab_size {vocab_size}"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=r"train-00001\.arrow, block 4, row 3: token id 399 .* vocab_size 399"):
         split.read(9)
 
 
 # ---------------------------------------------------------------- bad blocks
 
 
+def replace_by_folder(file, at):
+    """As where a disk is away, it says nothing of the data."""
+    file.unlink()
+    file.mkdir()
+
+
 @pytest.mark.parametrize(
-    ("change", "prefetch_steps", "message"),
+    ("change", "prefetch_steps", "error", "message"),
     [
-        (damage, 0, r"is damaged, its checksum does not match \(block 2\)"),
-        (lambda file, at: os.truncate(file, at), 2, r"is cut short, \d+ of \d+ bytes missing \(block [234]\)"),
-        (lambda file, at: file.unlink(), 2, r"missing \(block \d\)"),
+        (damage, 0, DataError, r"is damaged, its checksum does not match \(block 2\)"),
+        (
+            lambda file, at: os.truncate(file, at),
+            2,
+            DataError,
+            r"is cut short, \d+ of \d+ bytes missing \(block [234]\)",
+        ),
+        (lambda file, at: file.unlink(), 2, DataError, r"missing \(block \d\)"),
+        (replace_by_folder, 0, StoreError, ""),
     ],
 )
-def test_a_bad_block_stops_the_run_and_is_named(folder, change, prefetch_steps, message):
+def test_a_bad_block_stops_the_run_and_is_named(folder, change, prefetch_steps, error, message):
     split = open_dataset(str(folder)).splits["train"]
     loader = DataLoader(data_config(folder, training__seq_len=8, data__prefetch_steps=prefetch_steps), 0, 1)
     change(folder / split.find(7)[0].file, int(split.offset[7] + split.size[7]) - 20)  # among its tokens
     for _ in range(2):  # and the error stays
-        with pytest.raises(DataError, match=rf"train-00001\.arrow: {message}"):
+        with pytest.raises(error, match=rf"train-00001\.arrow: {message}"):
             loader.next_step()
     loader.close()
-
-
-def test_what_is_no_file_is_named(folder):
-    """As where a disk is away, it says nothing of the data."""
-    (folder / "train-00001.arrow").unlink()
-    (folder / "train-00001.arrow").mkdir()
-    with pytest.raises(StoreError, match=r"train-00001\.arrow: ") as caught:
-        open_dataset(str(folder)).splits["train"].read(9)
-    assert not isinstance(caught.value, DamagedError)
 
 
 def test_held_out_documents_without_a_pair_of_tokens_are_named(tmp_path):
@@ -164,50 +159,44 @@ def test_blocks_that_are_held_keep_no_file_open(folder):
     """A rank holds two windows of blocks of every dataset, thousands where there are many."""
     split, before = open_dataset(str(folder)).splits["train"], len(os.listdir("/proc/self/fd"))
     held = [split.read(block) for block in range(10)]
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert list(chain.from_iterable(block.values for block in held)) == list(chain.from_iterable(ROWS))
+    assert len(os.listdir("/proc/self/fd")) == before, held
 
 
 def refusals(configs_of_ranks):
-    """What this rank says to each pair of configs."""
+    """The settings that this rank refuses, of each pair of configs."""
     said = []
     for configs in configs_of_ranks:
         loader = DataLoader(configs[dist.get_rank()], dist.get_rank(), dist.get_world_size())
-        try:
+        with pytest.raises(ConfigError) as caught:
             loader.check_ranks()
-            said.append("")
-        except ConfigError as error:
-            said.append(str(error) if error.agreed else "by one rank only")
+        assert caught.value.agreed
+        said.append(str(caught.value).partition(":")[0])
         loader.close()
     return said
 
 
 def test_ranks_with_other_settings_or_datasets_do_not_start(folder, tmp_path):
+    """Folders may have other names on each node, and settings of its own count there."""
     copy = shutil.copytree(folder, tmp_path / "copy")
-    other = write_dataset(tmp_path / "other", DOCUMENTS[:1], validation=[[5, 6, 0]])
+    other = write_dataset(tmp_path / "other", DOCUMENTS[:1])
     for name in ("yes", "no"):
         (tmp_path / name).write_text(name)
 
-    def config(data, answers="yes", **overrides):
-        given = {"training__seq_len": 8, "validation__answers": [str(tmp_path / answers)]} | overrides
-        return data_config(data, validation__datasets=[str(folder)], **given)
+    def config(data, **overrides):
+        return data_config(data, training__seq_len=8, validation__datasets=[str(folder)], **overrides)
 
-    own = ("data__cache_folder", "run__folder", "run__outputs")
-    nodes = [dict.fromkeys(own, f"/tmp/node-{i}") | {"data__cache_gb": 1 + i} for i in range(2)]
+    own = "data__cache_folder", "run__folder", "run__outputs"
+    node = dict.fromkeys(own, "/tmp/node") | {"data__cache_gb": 2}
     cases = {
-        "": (config(folder, **nodes[0]), config(copy, **nodes[1])),
-        "validation.answers": (config(folder), config(folder, "no")),
-        "optimizer.lr": (config(folder), config(folder, optimizer__lr=0.5)),
+        "validation.interval": (config(folder, **node), config(copy, validation__interval=7)),
+        "validation.answers": [config(folder, validation__answers=[str(tmp_path / name)]) for name in ("yes", "no")],
         "data.datasets": (config(folder), config(other)),
     }
-    said = run_ranks(2, refusals, [*cases.values()])
-    assert [[message.partition(":")[0] for message in own] for own in said] == [[*cases], [*cases]]
+    assert run_ranks(2, refusals, [*cases.values()]) == [[*cases], [*cases]]
 
 
 def test_a_cache_folder_that_went_away_is_named(tmp_path):
-    cache, content = Cache(tmp_path / "cache", 1000), b"tokens"
-    checksum = isal_zlib.crc32(content)
-    assert cache.map("0123456789abcdef", lambda: content, len(content), checksum) == content
-    shutil.rmtree(cache.folder)
+    cache = Cache(tmp_path / "cache", 1000)
+    cache.folder.rmdir()
     with pytest.raises(StoreError, match=r"data.cache_folder = .*/cache: cannot be used: No such file"):
-        cache.map("fedcba9876543210", lambda: content, len(content), checksum)
+        cache.map("0123456789abcdef", lambda: b"tokens", 6, isal_zlib.crc32(b"tokens"))

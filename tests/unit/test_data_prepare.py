@@ -11,14 +11,13 @@ import lzma
 import os
 import random
 import re
-import select
 import shlex
 import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
@@ -150,15 +149,13 @@ def inputs(texts, tmp_path):
         csv.writer(table, dialect).writerows([["n", "text"], *enumerate(texts)])
         (folder / name).write_bytes(table.getvalue().encode("utf-8-sig"))
     (folder / "one.txt").write_bytes(b"\xef\xbb\xbf" + SEPARATOR.join(texts).encode())
-    for name, half in (("b1.jsonl", texts[:200]), ("b2.jsonl", texts[200:])):
-        fsspec.filesystem("memory").pipe_file(f"{folder}/{name}", write_jsonl(folder / name, half).read_bytes())
     return folder
 
 
 KINDS = [*(f"a.jsonl{suffix}" for suffix in ("", *COMPRESS)), "a.json", "a.arrow", "a.parquet", "binary.parquet"]
 
 
-@pytest.mark.parametrize("source", [*KINDS, "a.csv", "a.tsv", "files", "one.txt", "memory:/b?.jsonl", "Python"])
+@pytest.mark.parametrize("source", [*KINDS, "a.csv", "a.tsv", "files", "one.txt", "Python"])
 def test_every_source_gives_each_document_once(inputs, texts, make, tmp_path, monkeypatch, source):
     monkeypatch.setattr(readers, "UNIT_BYTES", 3000)  # many units, cut in the middle of lines
     options = {"validation_fraction": 0.1}
@@ -168,7 +165,7 @@ def test_every_source_gives_each_document_once(inputs, texts, make, tmp_path, mo
     if source == "Python":
         prepare_texts(iter(texts), str(output), processes=1, **options)
     else:
-        make(source.replace("memory:", f"memory:/{inputs}") if "memory" in source else inputs / source, **options)
+        make(inputs / source, **options)
     assert documents_of(output) == Counter(texts)
     assert 15 < len(decoded(output, "validation")) < 75
     numbers = [int(text.rpartition(" ")[2]) for text in decoded(output, "train")]  # in the order of the input
@@ -218,9 +215,7 @@ def test_the_same_bytes_by_any_number_of_processes_and_parts(texts, make, tmp_pa
     [
         ("\n---\n", b"one\r\n---\r\ntwo\n---\r\nthree\r", ["one", "two", "three\r"]),
         ("\r\n---\r\n", b"one\n---\ntwo\r\n---\r\nthree", ["one", "two", "three"]),
-        ("\r", b"one\rtwo\r\nthree\n", ["one", "two", "\nthree\n"]),  # of old Macs: as it is
         ("---", b"\xef\xbb\xbf---one---\xef\xbb\xbftwo---", ["one", "\ufefftwo"]),  # a mark begins a file only
-        ("aba", b"xababay", ["x", "bay"]),  # from the left, as bytes.split
         ("---", b"", []),
     ],
 )
@@ -254,9 +249,7 @@ def test_parts_that_another_input_made_are_not_used(texts, lines, make, tmp_path
         make(lines)
     options = {}
     if changed == "file":
-        later = lines.stat().st_mtime_ns + 10**9
         write_jsonl(lines, texts[::-1])
-        os.utime(lines, ns=(0, later))
     elif changed == "tokenizer":
         train_tokenizer(texts, 300).save(tmp_path)
         options["tokenizer"] = tmp_path
@@ -265,13 +258,13 @@ def test_parts_that_another_input_made_are_not_used(texts, lines, make, tmp_path
     assert contents(make(lines, **options)) == contents(make(lines, **options, output="whole"))
 
 
-# After the n-th file of some name has its name, the process kills itself: no race with one that watches it.
+# After the third file of some name has its name, the process kills itself: no race with one that watches it.
 KILL = (
     "real, seen = Path.replace, []\n"
     "def replace(path, target):\n"
     "    real(path, target)\n"
-    "    seen.extend([target] * target.name.startswith({name!r}))\n"
-    "    if len(seen) == {count}: os.kill(os.getpid(), signal.SIGKILL)\n"
+    "    seen.extend([target] * target.name.startswith('%s'))\n"
+    "    if len(seen) == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
     "Path.replace = replace\n"
 )
 
@@ -283,42 +276,34 @@ def test_after_sigkill_the_same_command_finishes_with_the_same_bytes(
     monkeypatch.setattr(readers, "UNIT_BYTES", 20_000)
     whole = contents(make(lines, shard_mb=0.02, output="whole"))
     output = tmp_path / "killed"
-    options = "--processes=1", "--shard-mb=0.02", f"--tokenizer={tokenizer_folder}"
-    code = KILL.format(name=progress, count=3)
-    killed = start_script(tmp_path / "killed.py", code, f"--source={lines}", f"--output={output}", *options)
+    words = [f"--source={lines}", f"--output={output}", "--processes=1", "--shard-mb=0.02"]
+    killed = start_script(tmp_path / "killed.py", KILL % progress, *words, f"--tokenizer={tokenizer_folder}")
     killed.communicate()
     assert killed.returncode == -signal.SIGKILL
-    assert not (output / "manifest.json").exists()
     done = {path.name for path in output.glob(f".parts/{progress}*")}
     assert len(done) == 3
-    watched, real = [], Path.replace
-    monkeypatch.setattr(Path, "replace", lambda path, target: (watched.append(target.name), real(path, target)))
-    assert contents(make(lines, shard_mb=0.02, output="killed")) == whole
-    assert not done & {*watched}, "finished parts are not made again"
+    with patch.object(Path, "replace", autospec=True, side_effect=Path.replace) as replace:
+        assert contents(make(lines, shard_mb=0.02, output="killed")) == whole
+    assert not done & {call.args[1].name for call in replace.mock_calls}, "finished parts are not made again"
 
 
-def test_the_workers_of_a_killed_run_end_with_it(texts, lines, make, tokenizer_folder, tmp_path):
-    """If they went on, they would write beside a new start."""
-    (tmp_path / "pids").mkdir()
-    code = (
-        "def wait():\n"
-        f"    open({str(tmp_path / 'pids')!r} + f'/{{os.getpid()}}', 'w').close()\n"
-        "    signal.pause()\n"
-        "passes._write_part = lambda *part: wait()\n"
-    )
-    options = "--processes=2", f"--tokenizer={tokenizer_folder}"
-    parent = start_script(tmp_path / "killed.py", code, f"--source={lines}", f"--output={tmp_path / 'out'}", *options)
-    while len(pids := [int(file.name) for file in (tmp_path / "pids").iterdir()]) < 2:
-        assert parent.poll() is None
-    workers = [os.pidfd_open(pid) for pid in pids]
-    parent.kill()
-    parent.wait()  # not for the end of its pipes, which the workers have, too
-    ended = [select.select([worker], [], [], 20)[0] for worker in workers]
-    for worker in workers:
-        with suppress(ProcessLookupError):
-            signal.pidfd_send_signal(worker, signal.SIGKILL)
-        os.close(worker)
-    assert all(ended)
+@pytest.mark.parametrize(
+    ("killed", "code", "said"),
+    [
+        ("os.getppid()", -signal.SIGKILL, ""),  # the run, whose workers would write beside a new start
+        ("os.getpid()", 1, "error: the system killed a worker"),
+    ],
+)
+def test_the_workers_of_a_killed_run_end_with_it_and_one_that_the_system_kills_ends_it(
+    texts, lines, make, tokenizer_folder, tmp_path, killed, code, said
+):
+    kill = f"def kill(*part):\n    os.kill({killed}, signal.SIGKILL)\n    signal.alarm(60)\n    signal.pause()\n"
+    words = [f"--source={lines}", f"--output={tmp_path / 'out'}", f"--tokenizer={tokenizer_folder}", "--processes=2"]
+    process = start_script(tmp_path / "killed.py", kill + "passes._write_part = kill\n", *words)
+    found = process.communicate(timeout=30)[1]  # up to the end of the last process that can write there
+    assert process.returncode == code
+    assert said in found
+    assert "Traceback" not in found
     assert documents_of(make(lines)) == Counter(texts)
 
 
@@ -336,20 +321,10 @@ def test_a_kill_while_parts_are_removed_loses_no_document(texts, lines, make, tm
     assert documents_of(make(lines)) == Counter(texts)
 
 
-def test_a_worker_that_the_system_kills_is_one_line(lines, tokenizer_folder, tmp_path):
-    code = "passes._write_part = lambda *_: os.kill(os.getpid(), 9)\n"
-    words = [f"--source={lines}", f"--output={tmp_path / 'out'}", f"--tokenizer={tokenizer_folder}", "--processes=2"]
-    process = start_script(tmp_path / "killed.py", code, *words)
-    said = process.communicate()[1]
-    assert process.returncode == 1
-    assert "error: the system killed a worker" in said
-    assert "Traceback" not in said
-
-
 def test_the_files_of_others_in_the_folder_are_kept(lines, make, tmp_path):
     """Also those that the Hugging Face Hub names much as we name shards."""
     others = ["train-00000-of-00002.parquet", "train-00000.arrow.bak", "train-0.arrow"]
-    shards = ["train-00099.arrow", "train-00099.lengths", ".validation-00001.arrow.tmp", "train-100000.arrow"]
+    shards = ["train-00099.arrow", ".validation-00001.arrow.tmp", "train-100000.arrow"]
     (tmp_path / "out").mkdir()
     for name in (*others, *shards):
         (tmp_path / "out" / name).write_bytes(b"old")
@@ -383,18 +358,15 @@ def test_a_folder_is_written_by_one_process_and_a_finished_dataset_is_never_repl
     ("name", "content", "message"),
     [
         ("a.jsonl", b'{"text": "x"}\n{"text": \n', r"a\.jsonl, line at byte 14: must be JSON"),
-        ("a.jsonl", b'[{"text": "x"}]', r"a\.jsonl, line at byte 0: must be a JSON object, or a \.json file"),
         ("a.json", b'[{"text": "x"}, ', r"a\.json: cannot be read: JSONDecodeError: .* column 17"),
         ("a.jsonl", b'{"body": "x"}\n', r"line at byte 0: no text under 'text'; it has body; choose with --keys"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "cut \\ud83d"}\n', r"jsonl, line at byte 14: .* '\\ud83d' .*surrogates"),
-        ("a.json", b'[{"text": "x"}, 3]', r"a\.json, record 1: must be a JSON object, .*: 3"),
+        ("a.json", b'[{"text": "x"}, 3]', r"a\.json, record 1: .*: 3"),
         ("a.jsonl", b"\n", "holds nothing that can be used"),
         ("a.parquet", b"PAR1", r"a\.parquet: cannot be read: .*Parquet file size is 4 bytes"),
         ("a.txt", b"abc\xff", r"a\.txt: .*utf-8.* byte 0xff in position 3"),
-        ("a.arrow", b"\xff\xff\xff\xff", r"a\.arrow: .*Parquet"),  # begins as an Arrow stream
         ("a.csv", b'text\n"never closed\n', r"a\.csv: cannot be read: ValueError: line 2"),
         ("a.csv", b"n,text\n1,one\n2,two,3\n", r"a\.csv, row 1: has more cells"),
-        ("a.tsv", b"text\n\xff\n", r"a\.tsv, row 0: .*surrogates"),
         # a frame of zstd --long=31, which asks for a window of 2 GiB
         ("a.txt.zst", bytes.fromhex("28b52ffd00a8210000") + b"aaaa", r"a\.txt\.zst: .*--long=27"),
     ],
@@ -453,6 +425,8 @@ def test_bad_records_are_left_out_counted_and_listed(texts, make, tmp_path, monk
         "--format=texts",
         "--seq-len=1 --format=chat --tokenizer=T",
         "--chat-template=a.txt",
+        "--shardmb=3",
+        "--processes=2 --cluster=tcp://head",
     ],
 )
 def test_options_that_make_no_sense_are_refused_by_name(lines, tokenizer_folder, tmp_path, monkeypatch, flags, capsys):
@@ -463,17 +437,11 @@ def test_options_that_make_no_sense_are_refused_by_name(lines, tokenizer_folder,
     with pytest.raises(SystemExit):
         main(["--source=in.jsonl", "--output=out", *flags.replace("=T", f"={tokenizer_folder}").split()])
     option, _, value = flags.split()[0].partition("=")
-    said = capsys.readouterr().err.splitlines()
-    assert said[-1].startswith("error: ")
-    assert value in said[-1].lower() or value in said[-1]
-    assert option in said[-1] or value in ("nothing", "a.txt/out")
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "error: " in said
+    assert value in said or value in said.lower()
+    assert option in said or value in ("nothing", "a.txt/out")
     assert set(tmp_path.iterdir()) == files
-
-
-def test_a_mistyped_option_gets_the_nearest_one(capsys):
-    with pytest.raises(SystemExit):
-        main(["--source=a", "--output=b", "--shardmb=3"])
-    assert re.search(r"--shardmb=3: .*--shard-mb\?", capsys.readouterr().err)
 
 
 def test_the_printed_command_trains_on_the_dataset(lines, tokenizer_folder, tmp_path, capsys):
@@ -507,37 +475,35 @@ def test_a_folder_is_read_with_all_below_it_and_what_is_left_out_is_said(tmp_pat
         system = fsspec.filesystem("memory" if scheme else "file", auto_mkdir=True)
         system.pipe_file(f"{tmp_path}/{name}", b"x")
     if not scheme:
-        os.mkfifo(tmp_path / "pipe.txt")  # to read it would take for ever
         (tmp_path / "more" / "up").symlink_to("..")  # which leads back
-        named = sources.list_files([str(tmp_path / "*.json"), str(tmp_path / "mor*"), str(tmp_path / ".b.txt")])
-        assert [Path(file.url).name for file in named] == [".b.txt", "f.Parquet", "package.json"]
-        caplog.clear()
     found = sources.list_files([f"{scheme}{tmp_path}"])
     assert [file.url.rpartition(f"{tmp_path}/")[2] for file in found] == read
     assert f" {7 + (not scheme)} left out" in caplog.text
+    named = sources.list_files([f"{scheme}{tmp_path}/{name}" for name in ("*.json", "mor*", ".b.txt")])
+    assert [Path(file.url).name for file in named] == [".b.txt", "f.Parquet", "package.json"]
 
 
-@pytest.mark.parametrize("more", ["./", "../link", "../l*/../snapshot/*.txt", "../**/*.txt"])
-def test_a_file_is_read_once_whatever_its_names(tmp_path, monkeypatch, more):
+def test_a_file_is_read_once_whatever_its_names(tmp_path):
     """Links to files are followed, as in the Hugging Face cache, where every file of a snapshot is one."""
-    for folder in ("blobs", "snapshot"):
+    for folder in ("blobs", "one", "two"):
         (tmp_path / folder).mkdir()
-    monkeypatch.chdir(tmp_path / "snapshot")
-    Path("../blobs/0123").write_text("hello")
-    Path("a.txt").symlink_to("../blobs/0123")
-    Path("b.txt").write_text("b")
-    Path("../link").symlink_to("snapshot")
-    for source in (["a.txt", more], ["./*"]):
-        found = sources.list_files(source)
-        assert sorted((Path(file.url).name, file.size) for file in found) == [("a.txt", 5), ("b.txt", 1)]
-    Path("c.txt").symlink_to("../nowhere")
-    with pytest.raises(DataError, match=r"cannot be listed: .*No such file or directory: .*c\.txt"):
-        sources.list_files(["."])
+    (tmp_path / "blobs" / "0123").write_text("hello")
+    for snapshot in ("one", "two"):
+        (tmp_path / snapshot / "a.txt").symlink_to("../blobs/0123")
+    found = sources.list_files([f"{tmp_path}/one/a.txt", f"{tmp_path}/one/../*"])
+    assert [(Path(file.url).name, file.size) for file in found] == [("a.txt", 5)]
 
 
-@pytest.mark.parametrize(
-    ("name", "content"), [("a.jsonl", b'{"text": "x"}\n'), ("a.csv", b"text\nx\n"), ("a.bin", b"\1\0\0\0")]
-)
+def test_what_cannot_be_listed_is_not_taken_for_nothing(tmp_path):
+    """Its text would be missing from the dataset."""
+    (tmp_path / "c.txt").symlink_to("nowhere")
+    refused = PermissionError(errno.EACCES, "Permission denied", "in/folder")
+    for broken in (nullcontext(), patch("os.scandir", side_effect=refused)):
+        with broken, pytest.raises(DataError, match=r"cannot be listed: .*(c\.txt|in/folder)"):
+            sources.list_files([str(tmp_path)])
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.jsonl", b'{"text": "x"}\n'), ("a.bin", b"\1\0\0\0")])
 def test_an_empty_answer_of_a_server_is_no_end(name, content, tmp_path):
     system, url = fsspec.filesystem("memory"), f"memory:/{tmp_path}/{name}"
     system.pipe_file(url, 2 * content)
@@ -548,13 +514,6 @@ def test_an_empty_answer_of_a_server_is_no_end(name, content, tmp_path):
         read = token_documents(unit, word_tokenizer(400), "uint16")
     with pytest.raises(DataError, match=name):
         list(read)
-
-
-def test_a_folder_that_may_not_be_read_is_not_taken_for_an_empty_one(tmp_path):
-    """Its text would be missing from the dataset."""
-    refused = PermissionError(errno.EACCES, "Permission denied", "in/folder")
-    with patch("os.scandir", side_effect=refused), pytest.raises(DataError, match=r"cannot be listed: .*denied: 'in/f"):
-        sources.list_files([str(tmp_path)])
 
 
 # ---------------------------------------------------------------- other projects' tokens
@@ -579,55 +538,56 @@ def llm_c_header(magic, dtype, ids):
 
 @pytest.mark.parametrize("layout", ["uint16", "uint32", "uint64", *HEADERS])
 def test_tokens_become_documents_with_one_eos_each(layout, take, tmp_path, monkeypatch):
-    """The last one may lack it. Some are held out, and a file of nothing but eos gives none."""
+    """The last one may lack it. Some are held out."""
     monkeypatch.setattr("data.prepare.tokens.READ_BYTES", 24)
-    rng = random.Random(0)
-    documents = [[rng.randrange(1, 399) for _ in range(rng.randint(2, 20))] for _ in range(400)]
-    ids = [0, 5, 6, 0, 7, 0, 0, 8]
-    for document in documents:
+    documents = [[5, 6], [7], *([i, 1 + i % 9] * (1 + i % 5) for i in range(8, 300))]
+    ids = [0, 5, 6, 0, 7, 0, 0]
+    for document in documents[2:]:
         ids += [0, *document]
-    for name, content in (("a.bin", ids), ("b.bin", [0] * 9)):
-        if layout in HEADERS:
-            (tmp_path / name).write_bytes(llm_c_header(*HEADERS[layout], content))
-        else:
-            np.array(content, layout.removeprefix("u")).tofile(tmp_path / name)  # signed, which has the same bits
-    dtype = "" if layout in HEADERS else layout
-    folder = take(tmp_path / "*.bin", dtype=dtype, validation_fraction=0.1)
+    options = {"validation_fraction": 0.1}
+    if layout in HEADERS:
+        (tmp_path / "a.bin").write_bytes(llm_c_header(*HEADERS[layout], ids))
+    else:
+        options["dtype"] = layout
+        np.array(ids, layout.removeprefix("u")).tofile(tmp_path / "a.bin")  # signed, which has the same bits
+    folder = take(tmp_path / "a.bin", **options)
     train, held_out = tokens_of(folder), tokens_of(folder, "validation")
-    assert train + held_out == Counter((*document, 0) for document in [[5, 6], [7], [8], *documents])
-    assert 15 < held_out.total() < 75
+    assert train + held_out == Counter((*document, 0) for document in documents)
+    assert 10 < held_out.total() < 60
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "named"),
+    ("name", "content", "options", "named"),
     [
-        (b"\0\0", {}, "nothing that can be used"),
-        (b"\1\0\x90\1", {}, r"a\.bin: id 400 .* 400"),
-        (b"\1\1\2\1" * 9, {}, r"a\.bin: none of its ids ends a document, as 0 would"),
-        (b"\1\0\0\0", {"dtype": ""}, r"a\.bin: .*--dtype"),
-        (llm_c_header(20240520, "<u4", [7, 8, 0]), {}, r"a\.bin: its header says 3 ids of uint16, it holds 6"),
-        (llm_c_header(20240801, "<u4", [7, 8, 0]), {}, r"a\.bin: --dtype uint16: its header says uint32"),
-        (b"PAR1", {}, r"a\.bin: --dtype uint16"),
-        (b"\x93NUMPY" + bytes(20), {}, r"a\.bin: \.npy"),
-        (b"\1\0\0\0", {"keys": "ids"}, r"a\.bin: --keys ids"),
-        (b"\1\0\0\0", {"name": "a.bin.gz"}, r"a\.bin\.gz: .*not compressed"),
-        ({"n": [1], "text": ["a"]}, {}, r"column .*; it has n \(int64\), text \(string\)"),
-        ({"ids": [[1]], "mask": [[1]]}, {}, r"--keys \['ids', 'mask'\]: .*; it has ids \(list"),
-        ({"ids": [[1, None]]}, {}, "'ids' holds null"),
-        ({"ids": [[1, 2], None]}, {}, "'ids' holds null"),
-        ({"ids": [[1], [2, -1]]}, {}, "id -1 "),
+        ("a.bin", b"\0\0", {}, "nothing that can be used"),
+        ("a.bin", b"\1\0\x90\1", {}, r"a\.bin: id 400 .* 400"),
+        ("a.bin", b"\1\1\2\1" * 9, {}, r"a\.bin: none of its ids ends a document, as 0 would"),
+        ("a.bin", b"\1\0\0\0", {"dtype": ""}, r"a\.bin: .*--dtype"),
+        ("a.bin", llm_c_header(20240520, "<u4", [7, 8, 0]), {}, r"a\.bin: its header says 3 ids of uint16, it holds 6"),
+        ("a.bin", llm_c_header(20240801, "<u4", [7, 8, 0]), {}, r"a\.bin: --dtype uint16: its header says uint32"),
+        ("a.bin", b"\x93NUMPY" + bytes(20), {}, r"a\.bin: \.npy"),
+        ("a.bin", b"\1\0\0\0", {"keys": "ids"}, r"a\.bin: --keys ids"),
+        ("a.bin.gz", b"\1\0\0\0", {}, r"a\.bin\.gz: .*not compressed"),
+        (
+            "a.parquet",
+            {"ids": [[1]], "mask": [[1]], "n": [1]},
+            {},
+            r"\['ids', 'mask'\]: .*; it has ids .*, n \(int64\)",
+        ),
+        ("a.parquet", {"ids": [[1, None]]}, {}, "'ids' holds null"),
+        ("a.parquet", {"ids": [[1, 2], None]}, {}, "'ids' holds null"),
+        ("a.parquet", {"ids": [[1], [2, -1]]}, {}, "id -1 "),
     ],
 )
-def test_tokens_that_cannot_be_used_are_named(take, tmp_path, content, options, named):
-    given = dict(options)
+def test_tokens_that_cannot_be_used_are_named(take, tmp_path, name, content, options, named):
+    file = tmp_path / name
     if isinstance(content, bytes):
-        file = tmp_path / given.pop("name", "a.bin")
         file.write_bytes(content)
-        given = {"dtype": "uint16"} | given
+        options = {"dtype": "uint16"} | options
     else:
-        file = write_table(tmp_path / "a.parquet", **content)
+        write_table(file, **content)
     with pytest.raises(DataError, match=named):
-        take(file, **given)
+        take(file, **options)
     assert not (tmp_path / "out").exists()
 
 
@@ -637,7 +597,6 @@ def test_tokens_that_cannot_be_used_are_named(take, tmp_path, content, options, 
         ("a.arrow", pa.list_(pa.int8())),
         ("a.tokens", pa.large_list(pa.uint64())),
         ("a.parquet", pa.list_(pa.int32(), 3)),
-        ("a.parquet", pa.list_(pa.uint16())),
     ],
     ids=str,
 )

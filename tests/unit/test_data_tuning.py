@@ -1,7 +1,7 @@
 """Fine-tuning data: which tokens are trained, worked out by hand; packing; and datasets that verify and fit."""
 
 import json
-import random
+import shutil
 import subprocess
 import sys
 from contextlib import closing
@@ -34,6 +34,7 @@ TEMPLATE = (
 
 ASKED = {"role": "user", "content": "what ?"}
 ANSWERED = {"role": "assistant", "content": "four"}
+CHAT = ("--format=chat", "--seq-len=32")
 
 
 def tokenizer():
@@ -98,7 +99,6 @@ def test_only_responses_are_trained(format, values, expected):
         ("chat", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 'a string "content"'),
         ("chat", {"messages": [ANSWERED | {"weight": 0}]}, "weight = 0"),
         ("chat", {"messages": [{"role": "assistant", "tool_calls": ["two"]}]}, "tool_calls: 'two'"),
-        ("chat", {"messages": [ANSWERED], "tools": "two"}, "must be JSON"),
         ("chat", {"messages": [ANSWERED], "tools": ["two"]}, "tools = ['two']"),
         ("chat", {"messages": [ASKED, ANSWERED], "system": "so"}, "system = 'so'"),
         ("chat", {"messages": [user("<eos>"), ANSWERED]}, "spells out '<eos>'"),
@@ -114,82 +114,61 @@ def test_rows_that_cannot_be_used_are_refused_by_name(format, row, named, tmp_pa
     assert not (tmp_path / "set").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("a.csv", 'completion,prompt\n" is ""four""","what, so ?"\n'),
-        ("a.json", '[{"prompt": "what, so ?", "response": " is \\"four\\""}]'),
-    ],
-)
-def test_pairs_are_read_by_either_name(name, content, tmp_path):
-    (tmp_path / name).write_text(content)
-    (text,) = documents_in(tmp_path / name, ["prompt", "response"], "sft")
+def test_pairs_are_read_by_trl_s_name_too_and_from_csv(tmp_path):
+    (tmp_path / "a.csv").write_text('completion,prompt\n" is ""four""","what, so ?"\n')
+    (text,) = documents_in(tmp_path / "a.csv", ["prompt", "response"], "sft")
     assert json.loads(text) == ["what, so ?", ' is "four"']
 
 
 def test_nulls_with_which_a_table_pads_its_objects_are_left_out(tmp_path):
-    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    rows = [[ASKED | {"name": "Bob"}, {"role": "assistant", "content": "", "tool_calls": [call]}], [ASKED, ANSWERED]]
-    pq.write_table(pa.Table.from_pylist([{"messages": row} for row in rows]), tmp_path / "a.parquet")
-    found = documents_in(tmp_path / "a.parquet", ["messages"], "chat")
-    assert [json.loads(text) for text in found] == [[row] for row in rows]
+    calls = [{"function": {"name": name, "arguments": {name: 1}}} for name in ("f", "g")]
+    messages = [ASKED, {"role": "assistant", "content": "", "tool_calls": calls}]
+    pq.write_table(pa.Table.from_pylist([{"messages": messages}]), tmp_path / "a.parquet")
+    (text,) = documents_in(tmp_path / "a.parquet", ["messages"], "chat")
+    assert json.loads(text) == [messages]
+
+
+EXAMPLES = [([i] * (1 + i % 8), [300 + i] * (1 + i % 5)) for i in range(1, 301)]  # ids of prompt and response
 
 
 @pytest.fixture(scope="module")
-def examples():
-    """300 prompts and responses in ids, each pair with a number of its own at its beginning and its end."""
-    numbers = random.Random(2)
-
-    def some(ids):
-        return numbers.choices(ids, k=numbers.randint(1, 8))
-
-    return [([i, *some(range(400, 600))], [*some(range(700, 900)), i]) for i in range(1, 301)]
-
-
-@pytest.fixture(scope="module")
-def folder(examples, tmp_path_factory):
+def folder(tmp_path_factory):
     """A packed dataset of them."""
-    folder = tmp_path_factory.mktemp("tuning")
-    texts = [[" ".join(f"w{id}" for id in ids) for ids in example] for example in examples]
-    rows = [{"q": question, "a": f" {answer}"} for question, answer in texts]
+    rows = [
+        {"q": f"w{asked[0]} " * len(asked), "a": f"w{answered[0]} " * len(answered)} for asked, answered in EXAMPLES
+    ]
     options = ["--format=sft", "--keys=q,a", "--seq-len=32", "--validation-fraction=0.1", "--block-mb=0.002"]
-    return prepared(folder, word_tokenizer(1000), rows, *options)
+    return prepared(tmp_path_factory.mktemp("tuning"), word_tokenizer(1000), rows, *options)
 
 
-def rows_of(batches):
-    """(tokens, labels, positions) of each row."""
-    rows = []
-    for batch in batches:
-        rows += zip(*(tensor.tolist() for tensor in batch), strict=True)
-    return rows
-
-
-def parts_of(row):
+def parts_of(batch):
     """(tokens, labels) of all whose positions begin at 0, but for the padding."""
-    tokens, labels, positions = row
+    tokens, labels, positions = (tensor.flatten().tolist() for tensor in batch)
     bounds = [place for place, position in enumerate(positions) if position == 0] + [len(tokens)]
-    assert positions == [i for first, stop in pairwise(bounds) for i in range(stop - first)]
-    parts = [(tuple(tokens[first:stop]), tuple(labels[first:stop])) for first, stop in pairwise(bounds)]
-    return [part for part in parts if any(part[0]) or {*part[1]} != {IGNORED}]
+    parts = []
+    for first, stop in pairwise(bounds):
+        assert positions[first:stop] == [*range(stop - first)]
+        parts.append((tokens[first:stop], labels[first:stop]))
+    return [part for part in parts if any(part[0])]
 
 
-def test_batches_hold_whole_examples_each_seen_once_per_epoch(examples, folder):
-    expected = []
-    for asked, answered in examples:
-        labels = (*[IGNORED] * (len(asked) - 1), *answered, 0, IGNORED)
-        expected.append(((*asked, *answered, 0), labels))
+def test_batches_hold_whole_examples_each_seen_once_per_epoch(folder):
     data = {"datasets": [str(folder)], "mask_documents": True, "window_blocks": 2}
-    config = from_dict({"data": data, "training": {"seq_len": 32, "local_batch_size": 4}})
+    config = from_dict({"data": data, "training": {"seq_len": 32, "local_batch_size": 2}})
     size = open_dataset(str(folder)).split("train").total_tokens // 32
+    expected = []
+    for asked, answered in EXAMPLES:
+        expected.append(([*asked, *answered, 0], [*[IGNORED] * (len(asked) - 1), *answered, 0, IGNORED]))
     assert size * 32 < 1.1 * sum(len(tokens) for tokens, _ in expected), "packing wastes little"
     loaders = [DataLoader(config, rank, 2) for rank in range(2)]
-    batches = [loader.next_step()[0] for _ in range(size) for loader in loaders]
+    found = []
+    for batch in [loader.next_step()[0] for _ in range(size // 4) for loader in loaders]:
+        found += parts_of(batch)
+    for batch in validation_batches(config, 0, 1):
+        found += parts_of(batch)
     for loader in loaders:
         loader.close()
-    held_out = list(validation_batches(config, 0, 1))
-    found = []
-    for row in [*rows_of(batches)[:size], *rows_of(held_out)]:
-        found += parts_of(row)
+    assert size % 4 == 0
     assert sorted(found) == sorted(expected)
 
 
@@ -211,62 +190,59 @@ def test_settings_that_would_cut_or_mix_examples_are_refused(folder, tmp_path, s
             check_datasets(from_dict(values | {"training": {"seq_len": seq_len}}))
 
 
-def test_long_examples_are_left_out_and_counted(tmp_path):
-    """And so are bad ones."""
-    rows = [{"prompt": question, "response": " is four"} for question in ("two", "what ?")]
-    rows.insert(1, {"prompt": "two", "response": ""})
-    folder = prepared(tmp_path, tokenizer(), rows, "--format=sft", "--seq-len=4", "--skip-bad=1")
+def test_long_examples_are_left_out_and_counted(tmp_path, capsys):
+    """And so are bad ones. If all are too long, there is no dataset."""
+    rows = [
+        {"prompt": prompt, "response": answer}
+        for prompt, answer in (("two", " is four"), ("a", ""), ("what ?", "so so"))
+    ]
+    options = "--format=sft", "--seq-len=4", "--skip-bad=1"
+    folder = prepared(tmp_path, tokenizer(), rows, *options)
     ((row,),) = stored_blocks(folder)
     assert shown(row) == trained_from(1, TWO, IS, FOUR, EOS)
     manifest = json.loads((folder / "manifest.json").read_bytes())
     counts = [manifest[name] for name in ("conversations", "dropped", "bad_records", "trained_tokens")]
     assert counts == [2, 1, 1, 3]
-
-
-def test_examples_that_are_all_too_long_make_no_dataset(tmp_path, capsys):
+    shutil.rmtree(folder)
     with pytest.raises(SystemExit):
-        prepared(tmp_path, tokenizer(), [{"prompt": "two " * 9, "response": "so"}], "--format=sft", "--seq-len=4")
+        prepared(tmp_path, tokenizer(), rows[2:], *options)
     assert "--seq-len" in capsys.readouterr().err
 
 
 def test_training_on_prepared_conversations_needs_no_transformers(tmp_path, monkeypatch):
     """And a preparation without it ends in one line."""
-    rows = [{"messages": [ASKED, ANSWERED]}] * 20
-    folder = prepared(tmp_path, tokenizer(), rows, "--format=chat", "--seq-len=14")
+    folder = prepared(tmp_path, tokenizer(), [{"messages": [ASKED, ANSWERED]}] * 20, *CHAT)
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "import start; from tests.corpus import data_config\n"
-        f"config = data_config({str(folder)!r}, data__mask_documents=True, training__seq_len=14)\n"
+        f"config = data_config({str(folder)!r}, data__mask_documents=True, training__seq_len=32)\n"
         "loader = start.DataLoader(config, 0, 1)\n"
-        "print(loader.next_step()[0].tokens[0].tolist(), loader.tokenizer.vocab_size); loader.close()\n"
+        "print(loader.next_step()[0].tokens[0].tolist()[:7]); loader.close()\n"
     )
     said = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert said == f"{[USER, WHAT, ASK, END, ASSISTANT, FOUR, END] * 2} {len(WORDS)}\n"
+    assert json.loads(said) == [USER, WHAT, ASK, END, ASSISTANT, FOUR, END]
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(TitaniteError, match="requirements-tuning"):
         load_transformers(tokenizer())
 
 
 def test_a_mixture_has_the_template_of_its_conversations(tmp_path):
+    def template_of(*folders):
+        config = data_config(*folders, data__mask_documents=True, training__seq_len=32)
+        return with_chat_template(check_datasets(config)[0]).tokenizer().chat_template
+
     own = tokenizer()
-    text = {"plain": TEMPLATE + "{# plain #}", "one": TEMPLATE, "other": TEMPLATE + "{# another #}"}
-    folders = {}
-    for name, template in text.items():
-        own.chat_template = template
-        row = {"text": "two so", "messages": [user("two"), ANSWERED | {"content": "so"}]}
-        options = [] if name == "plain" else ["--format=chat", "--seq-len=32"]
+    rows = [{"text": "two so", "messages": [ASKED, ANSWERED]}] * 30
+    sets = []
+    for name, options in (("plain", []), ("one", CHAT), ("other", CHAT)):
         (tmp_path / name).mkdir()
-        folders[name] = prepared(tmp_path / name, own, [row] * 30, *options)
-
-    def template_of(*names):
-        chosen = [folders[name] for name in names]
-        datasets, _ = check_datasets(data_config(*chosen, data__mask_documents=True, training__seq_len=32))
-        return with_chat_template(datasets).tokenizer().chat_template
-
-    assert template_of("plain", "one") == text["one"]  # the plain set's own is its tokenizer's
-    assert template_of("other", "plain") == text["other"]
+        own.chat_template = TEMPLATE + f"{{# {name} #}}"
+        sets.append(prepared(tmp_path / name, own, rows, *options))
+    plain, one, other = sets
+    assert template_of(plain, one) == TEMPLATE + "{# one #}"  # the plain set's own is its tokenizer's
+    assert template_of(other, plain) == TEMPLATE + "{# other #}"
     with pytest.raises(TitaniteError, match=r"other/set .*/one/set"):
-        template_of("plain", "one", "other")
-    (folders["one"] / "chat_template.jinja").write_text("another")
+        template_of(plain, one, other)
+    (one / "chat_template.jinja").write_text("another")
     with pytest.raises(DataError, match=r"chat_template\.jinja"):
-        template_of("one")
+        template_of(one)
