@@ -93,8 +93,6 @@ class Split:
         column = pa.ipc.read_record_batch(pa.py_buffer(content), token_schema(self.dtype)).column(0)
         values = column.values.to_numpy()
         offsets = column.offsets.to_numpy()
-        if len(column) != self.documents[block] or len(values) != self.tokens[block]:
-            raise DataError(f"{name}: holds other documents than blocks.arrow says")
         ids = self.ids(values)
         if len(ids) and ids.max() >= self.vocab_size:  # a model with a larger vocabulary would be trained on it
             row = int(offsets.searchsorted(ids.argmax(), side="right")) - 1

@@ -1,15 +1,10 @@
 """Small datasets for tests, and what they must deliver, worked out in plain Python."""
 
-import random
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
-
 import pyarrow as pa
 from tokenizers import AddedToken, models, pre_tokenizers
 from tokenizers import Tokenizer as RawTokenizer
 
-from config import Config, from_dict
+from config import from_dict
 from data.order import derive_key, permutation
 from data.prepare import prepare_sources
 from data.prepare.options import Options
@@ -21,7 +16,7 @@ from data.shards import token_type
 from data.tokenizer import END_OF_TEXT, Tokenizer
 
 
-def word_tokenizer(vocab_size: int) -> Tokenizer:
+def word_tokenizer(vocab_size):
     """A tokenizer of the words w1, w2, ...; 0 ends a document."""
     words = {END_OF_TEXT: 0} | {f"w{i}": i for i in range(1, vocab_size)}
     raw = RawTokenizer(models.WordLevel(words, unk_token="w1"))
@@ -30,7 +25,7 @@ def word_tokenizer(vocab_size: int) -> Tokenizer:
     return Tokenizer(raw, END_OF_TEXT)
 
 
-def unique_documents(rng: random.Random, tokens: range, longest: int) -> list[list[list[int]]]:
+def unique_documents(rng, tokens, longest):
     """Two shards of documents in which every token of `tokens` occurs once; 0 ends a document."""
     documents, rest = [], list(tokens)
     while rest:
@@ -40,13 +35,7 @@ def unique_documents(rng: random.Random, tokens: range, longest: int) -> list[li
     return [documents[::2], documents[1::2]]
 
 
-def write_dataset(
-    folder: Path,
-    train: list[list[list[int]]],
-    validation: list[list[int]] | None = None,
-    vocab_size: int = 1000,
-    block_tokens: int = 40,
-) -> Path:
+def write_dataset(folder, train, validation=None, vocab_size=1000, block_tokens=40):
     """A dataset whose train shards hold these documents, each a list of token ids."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = word_tokenizer(vocab_size)
@@ -62,21 +51,18 @@ def write_dataset(
     return folder
 
 
-def prepare(sources: list[str], output: str, **options: object) -> dict[str, Any]:
+def prepare(sources, output, **options):
     """Run data.prepare in this process. Raises what its command prints."""
-    given: dict[str, Any] = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    return prepare_sources(Options(source=tuple(sources), output=output, **given))
+    return prepare_sources(Options(source=tuple(sources), output=output, **options))
 
 
-def documents_in(
-    source: object, keys: Sequence[str] = ("text",), format: str = "text", separator: str = ""
-) -> list[str]:
+def documents_in(source, keys=("text",), format="text", separator=""):
     """The text of every document, unit after unit."""
     units = plan_units(list_files([str(source)]))
     return [text for unit in units for _, text in documents(unit, keys, format, separator)]
 
 
-def stored_blocks(folder: Path, split: str = "train") -> list[list[list[int]]]:
+def stored_blocks(folder, split="train"):
     """The documents of every block, read with nothing but pyarrow."""
     blocks = []
     for file in sorted(folder.glob(f"{split}-*.arrow")):
@@ -85,9 +71,7 @@ def stored_blocks(folder: Path, split: str = "train") -> list[list[list[int]]]:
     return blocks
 
 
-def expected_stream(
-    blocks: list[list[list[int]]], name: str, seed: int, window_blocks: int
-) -> Iterator[tuple[int, int]]:
+def expected_stream(blocks, name, seed, window_blocks):
     """(token, position in its document), epoch after epoch, by the definition in data.order."""
     epoch = 0
     while True:
@@ -100,9 +84,9 @@ def expected_stream(
         epoch += 1
 
 
-def data_config(*folders: Path, **overrides: object) -> Config:
+def data_config(*folders, **overrides):
     """A Config for these datasets; overrides as `section__field=value`."""
-    values: dict[str, dict[str, object]] = {
+    values = {
         "data": {"datasets": [str(folder) for folder in folders]},
         "validation": {"enable": False},
     }

@@ -17,7 +17,7 @@ from data.answers import encode_answer
 from data.chat import chat_of, load_transformers
 from data.packing import TOKEN_BITS
 from data.prepare.tuning import encode_conversation, encode_pair
-from data.tokenizer import FILES, Tokenizer, load_tokenizer, parse_tokenizer, read_files, train_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer, parse_tokenizer, read_files, train_tokenizer
 from tests.corpus import prepare, stored_blocks
 
 ROOT = Path(__file__).parents[2]
@@ -67,13 +67,11 @@ def test_documents_have_the_bos_of_the_template_and_one_eos(texts, template, bos
 def test_which_token_ends_a_document_and_which_template_a_tokenizer_has(texts, tmp_path, caplog):
     """A template in a file of its own goes first, as in transformers."""
     with_template(texts, END, "$A").save(str(tmp_path / "tokenizer.json"))
-    several = [{"name": "rag", "template": "documents"}, {"name": "default", "template": "plain"}]
-    cases = [
+    for declared, eos, template in (
         ({}, "<|end_of_text|>", ""),
         ({"eos_token": {"content": "<|endoftext|>"}, "chat_template": "one"}, "<|endoftext|>", "one"),
-        ({"eos_token": None, "chat_template": several}, "<|end_of_text|>", "plain"),
-    ]
-    for declared, eos, template in cases:
+        ({"eos_token": None}, "<|end_of_text|>", ""),
+    ):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(declared))
         tokenizer = load_tokenizer(tmp_path)
         assert (tokenizer.eos_token, tokenizer.chat_template) == (eos, template)
@@ -111,7 +109,7 @@ def test_a_tokenizer_is_learnt_from_pieces_of_a_very_long_word():
 
 
 def test_dropout_is_off(texts, tmp_path, caplog):
-    """A text has the ids that it has without, twice, and in transformers, too."""
+    """Otherwise a text has other ids each time."""
     train_tokenizer(texts, 400).save(tmp_path)
     expected = load_tokenizer(tmp_path).encode(texts[0])
     content = json.loads((tmp_path / "tokenizer.json").read_bytes())
@@ -119,10 +117,9 @@ def test_dropout_is_off(texts, tmp_path, caplog):
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = load_tokenizer(tmp_path)
     assert "dropout" in caplog.text
-    for _ in range(3):
-        assert tokenizer.encode(texts[0]) == expected
-        assert tokenizer.encode_documents([texts[0]])[0].tolist()[:-1] == expected
-        assert load_transformers(tokenizer)(texts[0])["input_ids"] == expected
+    assert tokenizer.encode(texts[0]) == expected
+    assert tokenizer.encode_documents([texts[0]])[0].tolist()[:-1] == expected
+    assert load_transformers(tokenizer)(texts[0])["input_ids"] == expected
 
 
 # ---------------------------------------------------------------- one segmentation
@@ -150,13 +147,11 @@ def write_model(folder, texts, tokenizer_class, model_type):
 
 PAIRS = [
     ("GPT2Tokenizer", "olmo2"),
-    ("GPT2TokenizerFast", "olmo3"),
-    ("GPT2Tokenizer", "granite"),
+    ("GPT2TokenizerFast", "granite"),
     ("GPT2Tokenizer", "gpt2"),
     ("LlamaTokenizerFast", "mistral"),
     ("LlamaTokenizer", "llama"),
     ("Qwen2Tokenizer", "qwen2"),
-    ("Qwen2TokenizerFast", "qwen3"),
     ("PreTrainedTokenizerFast", "llama"),
 ]
 
@@ -169,7 +164,7 @@ def test_every_way_to_ids_is_that_of_transformers_on_the_model_s_folder(tokenize
     theirs = AutoTokenizer.from_pretrained(folder)
     expected = theirs(SPOKEN, add_special_tokens=False)["input_ids"]
     (tmp_path / "a.txt").write_text(SPOKEN)
-    prepare([str(tmp_path / "a.txt")], str(tmp_path / "set"), tokenizer=folder, validation_fraction=0)
+    prepare([str(tmp_path / "a.txt")], str(tmp_path / "set"), tokenizer=str(folder), validation_fraction=0)
     assert stored_blocks(tmp_path / "set") == [[[*expected, theirs.eos_token_id]]]
     kept = parse_tokenizer(read_files(folder, COMPANIONS), "checkpoint")
     for tokenizer in (load_tokenizer(folder), load_tokenizer(tmp_path / "set"), kept):
@@ -180,8 +175,6 @@ def test_every_way_to_ids_is_that_of_transformers_on_the_model_s_folder(tokenize
         assert [int(token) & TOKEN_BITS for token in answered] == pair
         text = chat_of(tokenizer).render(MESSAGES)
         assert encode_conversation(tokenizer, MESSAGES).ids == theirs(text, add_special_tokens=False)["input_ids"]
-    for name in FILES[:2]:
-        assert (tmp_path / "set" / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_a_model_s_tokenizer_is_refused_without_transformers(texts, tmp_path, monkeypatch):
@@ -194,10 +187,10 @@ def test_a_model_s_tokenizer_is_refused_without_transformers(texts, tmp_path, mo
     load_tokenizer(tmp_path / "gpt2" / "tokenizer.json")
 
 
-def test_a_tokenizer_with_code_of_its_own_is_read_by_its_tokenizer_json(texts, tmp_path, caplog):
+def test_a_tokenizer_that_transformers_cannot_read_is_its_tokenizer_json(texts, tmp_path, caplog):
     write_model(tmp_path / "model", texts, "OwnTokenizer", "own")
-    expected = RawTokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")).encode(SPOKEN).ids
     declared = {"eos_token": "<|endoftext|>", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
     (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(declared))
+    expected = RawTokenizer.from_file(str(tmp_path / "model" / "tokenizer.json")).encode(SPOKEN).ids
     assert load_tokenizer(tmp_path / "model").encode(SPOKEN) == expected
     assert "tokenizer.json counts alone" in caplog.text
