@@ -95,6 +95,20 @@ EDITS = {
         EVERYWHERE,
         seen_by_plain_loop=False,
     ),
+    "a norm in no plan": Edit(
+        MODEL,
+        (
+            (
+                "        self.feed_forward = FeedForward",
+                "        self.third_norm = RMSNorm(8)\n        self.feed_forward = FeedForward",
+            ),
+            (
+                "        h = self.feed_forward(h)\n",
+                "        h = self.feed_forward(self.third_norm(h.unflatten(-1, (-1, 8))).flatten(-2))\n",
+            ),
+        ),
+        {"TP 2": REFUSED},
+    ),
     "slopes by head": edit(
         MODEL,
         "    grouped = q_BNSH.shape[1] != k_BKTH.shape[1]\n",

@@ -26,7 +26,7 @@ def test_a_run_follows_its_schedule_through_stops_and_on_other_ranks(dataset, tm
     launch(1, whole, words)
     launch(1, stopped, words, 8)  # goes on from step 5
     launch(1, stopped, words)
-    launch(2, pair, [*words, "--compile.enable", "--compile.backend=aot_eager"])
+    launch(2, pair, words)
     seen = [32 * sum(BATCHES[: step + 1]) for step in range(STEPS)]
     lr = [1e-3 * min(1, (step + 1) / 2) * math.sqrt(size / 8) for step, size in enumerate(BATCHES)]
     for folder in (whole, stopped, pair):

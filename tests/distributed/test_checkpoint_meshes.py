@@ -160,31 +160,6 @@ def train_bias_late(folder, mesh, first):
     return loaded, run.everything()
 
 
-def test_stages_of_a_pipeline_may_have_state_at_different_steps_or_never(tmp_path):
-    """The ranks plan a save together, and only one of them has something new to plan."""
-    assert run_ranks(2, save_stages, str(tmp_path)) == [(2, 0), (2, 2)]
-
-
-def save_stages(folder):
-    stage = nn.ModuleDict({str(dist.get_rank()): nn.Linear(4, 4)})
-    stage.requires_grad_(dist.get_rank() > 0)
-    optimizer = torch.optim.AdamW(stage.parameters())
-    config = Config(checkpoint=Checkpoint(folder=folder, timeout_seconds=5))
-    manager = build_manager(config, [stage], optimizer)
-    manager.load()
-    for step, late in ((1, "bias"), (2, "")):
-        for name, weight in stage.named_parameters():
-            if weight.requires_grad and name != f"1.{late}":
-                weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        optimizer.zero_grad()
-        manager.save(step)
-        manager.wait()
-    stage.requires_grad_(True)  # what is trained from here on begins anew
-    optimizer = torch.optim.AdamW(stage.parameters())
-    return build_manager(config, [stage], optimizer).load(), len(optimizer.state)
-
-
 def test_a_weight_with_part_of_its_state_is_refused(tmp_path):
     run = Run(tmp_path)
     run.checkpoint.load()

@@ -113,13 +113,6 @@ def test_a_run_that_has_saved_never_begins_anew(tmp_path):
     assert Run(other, run_folder=run).checkpoint.load() == 2
 
 
-def test_what_is_done_in_the_background_leaves_the_cores_to_training(tmp_path):
-    run, own = Run(tmp_path), os.getpriority(os.PRIO_PROCESS, 0)
-    priority = run.checkpoint.background.submit(os.getpriority, os.PRIO_PROCESS, 0)  # on Linux: this thread's
-    assert priority.result() == 19
-    assert os.getpriority(os.PRIO_PROCESS, 0) == own
-
-
 def test_a_disk_with_no_room_for_what_is_kept_is_refused_before_the_first_step(tmp_path, monkeypatch):
     """By the bytes that the run then really writes: Muon has one moment, here in bfloat16."""
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleDict({"0": torch.nn.Linear(1024, 512, bias=False)})})

@@ -9,7 +9,13 @@ from benchmarks.edits import EDITS
 
 ROOT = Path(__file__).parents[2]
 # Refused, shown, or honoured by code that calls what was edited.
-SOME = ("a layer's own attention", "a logit cap in forward", "AdamW with a double step", "the embedding in every layer")
+SOME = (
+    "a layer's own attention",
+    "a logit cap in forward",
+    "AdamW with a double step",
+    "the embedding in every layer",
+    "a norm in no plan",
+)
 
 
 def test_edits_are_honoured_refused_or_shown():

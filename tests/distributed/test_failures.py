@@ -21,7 +21,6 @@ from run.exits import AGAIN
 from run.failures import SIGMA_WINDOW, BadSteps, RolledBackError
 from run.folder import record_exit
 from run.processes import process_state, shut_down
-from run.stop import StopRequest
 from tests.harness import run_ranks
 from tests.runs import final_weights, flat, how_it_ended, launch, read, rows, same, saved_steps
 from tools.audit import prove
@@ -166,31 +165,6 @@ def test_spikes_are_measured_by_deviations(tmp_path):
     assert not any(verdicts[:-3])
     kinds = [verdict.partition(" is above")[0] for verdict in verdicts[-3:]]
     assert kinds == ["loss 2.6040", "gradient norm 5.2100", ""]
-
-
-def timeouts(arguments):
-    """The longest waits of all groups of this rank: before the first step, in which another comes, and after it."""
-    found = []
-
-    def look(stop):
-        groups = dist.distributed_c10d._world.pg_map
-        found.append({group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups})
-        return len(found) > 1
-
-    new_group = dist.new_group
-    with mock.patch.object(StopRequest, "agreed", look), mock.patch.object(dist, "new_group", wraps=new_group) as made:
-        train(load_config(arguments))
-    return [*found, {call.kwargs["timeout"].total_seconds() for call in made.call_args_list}]
-
-
-def test_timeouts_are_those_of_the_settings(small, tmp_path):
-    """Of all groups but the checkpoints', FSDP2's included."""
-    words = [*small, "--parallelism.reshard_group_size=2", "--comm.store_retry_seconds=10"]
-    words += ["--comm.init_timeout_seconds=111", "--comm.train_timeout_seconds=222"]
-    words += ["--checkpoint.timeout_seconds=2400", "--training.steps=3", "--training.global_batch_size=16"]
-    for before, after, made in launch(4, tmp_path, words, function=timeouts):
-        assert before == made == {111, 2400}
-        assert after == {222, 2400}
 
 
 def exit_code(arguments, *signals):

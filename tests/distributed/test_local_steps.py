@@ -26,7 +26,7 @@ APART += (f"--validation.interval={LOCAL_STEPS}",)
 # World size, settings, and an island's samples in a row, which decide what it trains on.
 LAYOUTS = {
     "one rank each": (2, (), 2),
-    "TP 2 each": (4, ("--parallelism.tp=2",), 2),
+    "FSDP 2 each": (4, (), 4),
     "PP 2 each": (4, ("--parallelism.pp=2", "--training.local_batch_size=4"), 4),
 }
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections import Counter, defaultdict
-from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loss import IGNORED, count_trained
+from loss import IGNORED
 from norms import Norms, layer_of
 from parallel.context import local_indices, ring_attention
 from parallel.fsdp import AllToAllReduceScatter
@@ -22,27 +21,6 @@ from parallel.tensor import vocab_parallel_cross_entropy
 from tests.harness import run_ranks
 from tests.parity import CPU, FLAVOR, config_for, losses_of, opened
 from tools.same import SEQ_LEN, SEQUENCES, VOCAB_SIZE, start_in_layout, steps_of, whole
-
-
-def count_calls(collective, config, batches):
-    """Of a step of some batches."""
-    with mock.patch.object(dist, collective, side_effect=getattr(dist, collective)) as counted:
-        losses_of(config, 1, batches)
-    return counted.call_count
-
-
-@pytest.mark.parametrize(
-    ("world_size", "collective", "config"),
-    [
-        (4, "all_to_all_single", config_for(1, 2, pp=2, pp_microbatch_size=2, reduce_scatter="all_to_all")),
-        (2, "all_to_all_single", config_for(1, 2, sync_every_microbatch=False, reduce_scatter="all_to_all")),
-        (4, "all_reduce", config_for(2, 2)),
-    ],
-)
-def test_ranks_sum_gradients_once_a_step(world_size, collective, config):
-    one_batch, two_batches = (run_ranks(world_size, count_calls, collective, config, n) for n in (1, 2))
-    assert min(one_batch) > 1
-    assert max(two_batches) == max(one_batch)
 
 
 def norms_of_layers(config):
@@ -133,29 +111,6 @@ def loss_of_split_logits(size):
 @pytest.mark.parametrize("size", [1.0, 200.0])
 def test_the_loss_of_logits_split_by_vocabulary(size):
     run_ranks(2, loss_of_split_logits, size)
-
-
-# Layout → trained tokens by rank, if data-parallel rank r has r + 1 of them in a microbatch and 10 in another.
-TRAINED = {
-    ParallelDims(2, 2, cp=2): [10 + 40] * 8,
-    ParallelDims(2, 4, islands=2): [10 + 40] * 4 + [26 + 40] * 4,
-    ParallelDims(2, 2, pp=2, islands=2): [3 + 20, 3 + 20, 7 + 20, 7 + 20] * 2,
-}
-
-
-def trained_of_rank():
-    found = []
-    for dims in TRAINED:
-        labels = torch.full((2, 1, 10), IGNORED)
-        labels[0, 0, : dims.dp_rank(dist.get_rank()) + 1] = 1
-        labels[1] = 2
-        found.append(int(count_trained(labels, dims, torch.device("cpu"))))
-    return found
-
-
-def test_trained_tokens_are_those_of_the_ranks_that_update_together():
-    of_ranks = run_ranks(8, trained_of_rank)
-    assert [list(found) for found in zip(*of_ranks, strict=True)] == list(TRAINED.values())
 
 
 def scattered():

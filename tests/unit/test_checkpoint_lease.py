@@ -17,7 +17,7 @@ from checkpoint.loading import locate
 from checkpoint.manifest import committed
 from config import Checkpoint, Config, ConfigError, Validation
 from run.folder import record_start
-from storage import LocalStore, open_store
+from storage import open_store
 from tests.distributed.checkpoint_runs import IDENTITY, Run, flip_bit, steps_in
 from tests.runs import content
 
@@ -222,19 +222,6 @@ def test_a_place_that_is_moved_or_removed_is_not_made_again(case):
     (case.root / "elsewhere").rename(case.saved)
     assert json.loads((case.saved / ".lease").read_text())["manifest"]["folder"] == str(case.folder)
     assert case.train(case.folder, 2).checkpoint.newest_step == 2
-
-
-def test_a_checkpoint_that_goes_loses_its_manifest_first(case, monkeypatch):
-    firsts = []
-    remove = LocalStore.remove
-
-    def note_and_remove(store, files):
-        firsts.extend(file for file in files[:1] if file.startswith("step-"))
-        remove(store, files)
-
-    monkeypatch.setattr(LocalStore, "remove", note_and_remove)
-    case.train(case.folder, 4)
-    assert [file.endswith("/MANIFEST.json") for file in firsts] == [True, True]
 
 
 def test_where_a_branch_begins(tmp_path, monkeypatch):

@@ -7,14 +7,12 @@ import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
-from torch._functorch import config as functorch
 from torch._inductor import config as inductor
 from torch._inductor import metrics
 from torch._inductor.async_compile import AsyncCompile
 
-from config import ActivationCheckpoint, Compile, Float8
+from config import ActivationCheckpoint, Float8
 from float8.convert import convert_to_float8
-from loss import build_loss
 from models.llama.model import Llama, LlamaConfig, rope_cos_sin
 from models.weights import init_weights
 from parallel.activation_checkpoint import apply_activation_checkpoint, guide_compiler
@@ -101,19 +99,6 @@ def test_a_memory_budget_is_a_share_of_the_activations_alone():
     (whole,) = run_ranks(1, kept_bytes, Float8(), KEEP_ALL, 32)
     (share,) = run_ranks(1, kept_bytes, Float8(), budget, 32)
     assert share < 0.8 * whole
-
-
-def test_the_loss_has_no_part_in_the_memory_budget(monkeypatch):
-    """It would compute the logits, nearly all that it keeps, twice."""
-    budgets = []
-
-    def watch(function, **_):
-        return lambda *args: budgets.append(functorch.activation_memory_budget) or function(*args)
-
-    monkeypatch.setattr(torch, "compile", watch)
-    with functorch.patch(activation_memory_budget=0.5):
-        build_loss(Compile(enable=True))(torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64))
-    assert budgets == [1.0]
 
 
 def compile_with_cache(folder, guided=True):

@@ -56,12 +56,6 @@ def test_bytes_and_scales_are_torchaos(recipe, gradient):
             assert torch.equal(scales, theirs._scale.reciprocal())
 
 
-def test_only_gradients_are_in_e5m2():
-    outputs = cast("gate_grad", "tensorwise", operands("gate_grad", (16, 16)), gradient=True)
-    expected = [torch.float8_e5m2, torch.float8_e5m2, torch.float8_e4m3fn]
-    assert [output.columns.dtype for output in outputs] == expected
-
-
 # ---------------------------------------------------------------- Triton's kernels
 
 

@@ -96,17 +96,6 @@ def test_sampling_follows_the_probabilities_that_transformers_leaves(top_k, top_
     assert (share[expected == 0] == 0).all()
 
 
-def test_a_low_temperature_takes_the_likeliest():
-    """Also where a logit over the temperature, or the temperature itself, has no place in float32."""
-    generators = [torch.Generator().manual_seed(row) for row in range(2)]
-    for scale in (1.0, 1e30, 1e38):
-        logits = torch.tensor([[0.5, -3.0, 3.0, 1.0], [3.0, -3.0, 0.0, 2.0]]) * scale
-        for options in ({"temperature": 5e-324}, {"temperature": 1e-3}, {"top_k": 0, "top_p": 1e-320}):
-            assert sample(logits, Request(**options), generators).tolist() == [2, 0]
-    with pytest.raises(TitaniteError, match="not finite"):
-        sample(logits * torch.inf, Request(), generators)
-
-
 # ---------------------------------------------------------------- text
 
 
@@ -218,13 +207,6 @@ def test_one_prompt_and_many_prompts(imported, tmp_path, capsys):
         main([str(imported), *several, f"--batch-size={size}", "--seed=7", "--max-tokens=20"])
         drawn.add(capsys.readouterr().out)
     assert len(drawn) == 1, "a prompt's seed goes by its place among all"
-
-
-def test_a_text_that_may_outgrow_the_trained_length_is_warned_of(imported, capsys):
-    for room, warned in ((3, False), (4, True)):  # of the origin's max_position_embeddings, 512
-        main([str(imported), f"--prompt={'a' * 509}", "--prompt=b", f"--max-tokens={room}"])
-        said = f"warning: a prompt of 509 tokens and --max-tokens {room} exceed the 512 that the model was"
-        assert capsys.readouterr().err.count(said) == warned
 
 
 def answered(imported, *messages, tools=None):

@@ -21,7 +21,6 @@ from checkpoint.manifest import read_manifest
 from config import Checkpoint, Config, TitaniteError
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from models import MODELS
-from models.llama import FLAVORS
 from models.llama import hf as llama_hf
 from models.trained import load_trained
 from storage import open_store
@@ -29,7 +28,7 @@ from tests.corpus import word_tokenizer
 from tests.unit.test_families import hf_model
 from tools import hf
 from tools.average import average
-from tools.hf import export_model, exported_model, import_model
+from tools.hf import export_model, import_model
 
 CPU = torch.device("cpu")
 
@@ -300,19 +299,6 @@ def test_keys_that_nobody_reads_are_warned_of(llama, caplog):
     edit(llama / "hf", clip_qkv=8.0, auto_map={"AutoModel": "code.Model"}, use_mrope=False, sep_token_id=3)
     import_model(llama / "hf", str(llama / "new"))
     assert "clip_qkv = 8.0, auto_map = {'AutoModel': 'code.Model'}, which transformers does not read" in caplog.text
-
-
-def test_without_transformers_the_package_is_named(llama, monkeypatch):
-    monkeypatch.delitem(sys.modules, "models.llama.hf")
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(TitaniteError, match=r"pip install -r requirements-tuning\.txt"):
-        hf.main(["export", str(llama / "ours"), str(llama / "back")])
-
-
-def test_a_model_of_another_version_is_named_in_one_line():
-    identity = {"name": "llama", **dataclasses.asdict(FLAVORS["tiny"]), "new_field": 1}
-    with pytest.raises(TitaniteError, match=r"holds a model 'llama' of another version of this code: .*new_field"):
-        exported_model({"identity": identity})
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(llama):

@@ -3,12 +3,7 @@
 import ast
 import json
 import re
-import subprocess
-import sys
-from multiprocessing import get_context
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("models", "parallel", "data", "checkpoint", "float8", "launch", "run", "storage", "tools")
@@ -136,16 +131,3 @@ def test_figures_name_what_made_them():
             if commit[:7] not in text and not named:
                 lost.append(f"{path.name}: {name}, made by {found['command']} at {commit[:7]}")
     assert lost == []
-
-
-def test_the_quick_tests_exist():
-    """pytest runs none at all if one of those that it is asked for has gone."""
-    script = (ROOT / "run_tests.sh").read_text()
-    begin = script.index("quick=(")
-    array = script[begin : script.index("\n)", begin) + 2]
-    listed = subprocess.run(["bash", "-c", array + '\nprintf "%s\\n" "${quick[@]}"'], capture_output=True, text=True)
-    words = ["-o", "addopts=", "--collect-only", "-q", f"--rootdir={ROOT}", *listed.stdout.splitlines()]
-    collection = get_context("fork").Process(target=lambda: sys.exit(pytest.main(words)))
-    collection.start()
-    collection.join()
-    assert collection.exitcode == 0

@@ -6,10 +6,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import SequenceParallel
 
-from config import Config, ConfigError, Parallelism, Training
+from config import Config, ConfigError, Parallelism
 from models import LLAMA, build_model
 from models.llama import FLAVORS
 from models.llama.model import (
@@ -17,15 +15,12 @@ from models.llama.model import (
     LlamaConfig,
     RMSNorm,
     apply_rope,
-    attention,
     causal_mask,
     rope_cos_sin,
     rope_frequencies,
 )
-from models.llama.parallelize import BLOCK_PLAN, apply_parallelism, split_stages
+from models.llama.parallelize import split_stages
 from models.weights import init_weights
-from parallel.mesh import ParallelDims
-from tests.harness import run_ranks
 from tests.unit.test_families import hf_model, ours_from, random_tokens
 
 TINY = dataclasses.replace(FLAVORS["tiny"], vocab_size=64)
@@ -90,12 +85,6 @@ def test_initial_weights_follow_the_rule():
     assert len(beginnings) == len(drawn)
 
 
-class LayerNormed(Llama):
-    def __init__(self, config):
-        super().__init__(config)
-        self.norm = nn.LayerNorm(config.dim)
-
-
 class GatedAtEight(Llama):
     def __init__(self, config):
         super().__init__(config)
@@ -129,54 +118,9 @@ def test_what_would_not_be_initialized_is_refused(said):
 
 def test_initial_values_of_a_fork_are_what_it_says():
     tiny = dataclasses.replace(TINY, n_layers=1)
-    values = {}
-    for model in (LayerNormed, GatedAtEight):
-        built = build_model(dataclasses.replace(LLAMA, model=model), tiny)
-        init_weights(built, torch.device("cpu"), seed=0)
-        values |= dict(built.named_parameters())
-    assert values["gate"].tolist() == [8.0] * 4
-    assert not values["norm.bias"].any()
-
-
-class NormedHeads(Llama):
-    """With a norm of each head's queries, of which tensor parallelism gives a rank some."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        for block in self.layers.values():
-            block.attention.q_norm = norm = RMSNorm(config.head_dim)
-            block.attention.attend = lambda q, k, v, mask, norm=norm: attention(norm(q), k, v, mask)
-
-
-def gradients_of_normed_heads(block_plan):
-    """The norms' gradients, by tensor parallelism over all ranks if there is a plan."""
-    with torch.device("meta"):
-        part = NormedHeads(TINY)
-    part.norm.weight.requires_grad_(False)
-    if block_plan:
-        config = Config(parallelism=Parallelism(tp=2), training=Training(param_dtype="float32"))
-        mesh = ParallelDims.from_config(config.parallelism, 2).build_mesh("cpu")
-        (part,) = apply_parallelism(part, mesh, config, block_plan)
-    init_weights(part, torch.device("cpu"), seed=0)
-    part(torch.arange(32).view(2, 16)).square().sum().backward()  # of this rank's columns
-    assert part.norm.weight.grad is None, "it stays frozen"
-    grads = {name: weight.grad for name, weight in part.named_parameters() if "q_norm" in name}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
-
-
-def split_with_and_without_a_plan():
-    """What is in no plan would get the gradient of a rank's own heads only."""
-    with pytest.raises(ConfigError, match=r"^parallelism.tp = 2: layers.0.attention.q_norm.weight is in no plan"):
-        gradients_of_normed_heads(BLOCK_PLAN)
-    heads = SequenceParallel(sequence_dim=1, use_local_output=True)
-    return gradients_of_normed_heads(BLOCK_PLAN | {"attention.q_norm": heads})
-
-
-def test_a_block_with_more_in_it_is_split_by_a_plan_of_its_own_or_refused():
-    expected = gradients_of_normed_heads(None)
-    assert len(expected) == FLAVORS["tiny"].n_layers
-    for found in run_ranks(2, split_with_and_without_a_plan):
-        torch.testing.assert_close(found, expected)
+    built = build_model(dataclasses.replace(LLAMA, model=GatedAtEight), tiny)
+    init_weights(built, torch.device("cpu"), seed=0)
+    assert built.gate.tolist() == [8.0] * 4
 
 
 def test_a_weight_that_more_than_one_stage_would_train_is_refused():

@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 import json
 import logging
-import math
 import sys
 from fractions import Fraction
 from unittest import mock
@@ -22,7 +21,6 @@ from config import (
     Model,
     Parallelism,
     Profiling,
-    TitaniteError,
     Training,
     load_config,
     to_toml,
@@ -130,17 +128,6 @@ def test_the_loss_is_the_mean_of_the_trained_steps_since_the_last_line(tmp_path)
     metrics.log(5, tokens=5)
     assert metrics.last["loss"] == float(sum(map(Fraction, losses)) / 3)
     assert metrics.last["grad_norm"] == losses[-1]
-
-
-@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 0.5), (1.0, math.inf)])
-def test_figures_that_are_not_finite_are_found_with_their_step(loss, norm, tmp_path):
-    metrics = build_metrics(tmp_path)
-    for step, figures in enumerate(((1.0, 0.5), (loss, norm), (1.0, 0.5)), 4):
-        add(metrics, step, *figures)
-    with pytest.raises(TitaniteError, match=rf"step 5: loss {loss}, gradient norm {norm}: not finite") as caught:
-        metrics.log(6, tokens=6)
-    assert caught.value.agreed, "the same on all ranks"
-    assert not (tmp_path / "metrics.jsonl").read_text()
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
