@@ -18,7 +18,8 @@ from benchmarks.gpu import RUNS, training_config
 from benchmarks.report import build_parser, finish, print_row
 from config import Config, from_dict
 from tools.plan import plan
-from tools.plan_time import DEVICES, Cluster
+from tools.plan_count import Case
+from tools.plan_time import DEVICES, GIB, Cluster
 
 # github.com/pytorch/torchtitan benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md: H100 of 96 GB and 500 W, 400 Gb/s
 # per GPU; from its code: sequences of 8,192. The page calls its rowwise rows low: wk and wv, narrow under TP 8, lose by
@@ -144,10 +145,10 @@ def all_rows() -> list[Row]:
 def predict(row: Row) -> dict[str, Any]:
     """The planner's figures beside the row's."""
     device = DEVICES[row.device]._replace(network_bandwidth=NETWORK)
-    cluster = Cluster(device, 8, row.flash)
-    [found] = plan([row.config], row.gpus, cluster)
-    speed = found["speed"]
-    gib = found["memory_gib"]["reserved"]
+    if row.flash:
+        device = device._replace(attention_share=device.flash_share)
+    [found] = plan([Case(row.config, row.gpus)], Cluster(device, 8))
+    gib = found.reserved / GIB
     return {
         "source": row.source,
         "model": row.config.model.flavor,
@@ -155,10 +156,10 @@ def predict(row: Row) -> dict[str, Any]:
         "run": row.name,
         "fit": "fit" if row.fit else "",
         "tokens/s": row.tps,
-        "planned": round(speed["tokens_per_second"], 1),
-        "from": round(speed["low"], 1),
-        "to": round(speed["high"], 1),
-        "error %": round(100 * (speed["tokens_per_second"] / row.tps - 1), 1),
+        "planned": round(found.rate, 1),
+        "from": round(device.low * found.rate, 1),
+        "to": round(device.high * found.rate, 1),
+        "error %": round(100 * (found.rate / row.tps - 1), 1),
         "GiB": row.gib,
         "planned GiB": None if row.gib is None else round(gib, 1),
         "GiB error %": None if row.gib is None else round(100 * (gib / row.gib - 1), 1),

@@ -14,8 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -23,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo import register_backend
+from torch._functorch import partitioners
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -36,10 +36,9 @@ from data.loader import Batch
 from float8.convert import check_float8, convert_to_float8
 from loss import loss_chunks
 from models import build_model, find_model
-from muon import local
 from parallel.mesh import ParallelDims
 from parallel.pipeline import stages_of_rank
-from tools.plan_tally import Counts, Matmul, Message, Tally
+from tools.plan_tally import Counts, Message, Tally
 
 DEFAULT_VOCAB_SIZE = 4096  # for a flavor that takes its tokenizer's: that of the default run
 FEW_MICROBATCHES = 3  # the first, the last, and one that stands for all between them
@@ -99,7 +98,7 @@ def dry_runs(cases: Sequence[Case], microbatches: int) -> list[Counts]:
     torch.compiler.reset()
     torch._dynamo.config.automatic_dynamic_shapes = False  # graphs are counted once, so sizes must be numbers
     tally = Tally()
-    register_backend(partial(tally.backend), name=BACKEND)
+    register_backend(tally.backend(), name=BACKEND)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     counts = []
     for case in cases:
@@ -133,11 +132,10 @@ def _count_step(
     mesh = case.dims.build_mesh("cpu")
     with mock.patch.object(trainer, "init_weights", allocate):
         step = trainer.Trainer(config, model, spec, flavor, case.dims, mesh, torch.device("cpu"))
-    weights = sum(local(weight).nbytes for part in step.parts for weight in part.parameters())
-    built = tally.live
+    weights = tally.live
     step.allocate_state()
     step.begin()
-    optimizer = tally.live - built
+    optimizer = tally.live - weights
     tally.begin_step()
     shape = training.local_batch_size, training.max_seq_len
     tokens, labels, positions = (torch.zeros(shape, dtype=torch.int64) for _ in range(3))
@@ -172,23 +170,23 @@ def _stand_ins_of_torch() -> list[tuple[Any, str, Any]]:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         """A GPU's kernels get a mask in blocks, and leave out what it hides: about half, as if it were causal."""
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            return attention(q, k, v, **kwargs | {"is_causal": True})
-        return attention(q, k, v, attn_mask, **kwargs)
+        return attention(q, k, v, **kwargs | {"is_causal": True})
 
     return [
         (ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate),
         (F, "scaled_dot_product_attention", attend),
+        (partitioners, "has_recomputable_rng_ops", lambda graph: False),  # otherwise attention hides in other operators
     ]
 
 
 def _settle(config: Config) -> Config:
     """The config as a GPU has it, compiled by the tally. A ring is counted as a gather of the same keys and values."""
     training = config.training
-    dtype: Literal["bfloat16", "float32"] = "bfloat16" if training.param_dtype == "auto" else training.param_dtype
+    if training.param_dtype == "auto":
+        training = replace(training, param_dtype="bfloat16")
     return replace(
         config,
-        training=replace(training, param_dtype=dtype),
+        training=training,
         compile=replace(config.compile, backend=BACKEND),
         parallelism=replace(config.parallelism, cp_method="allgather"),
     )
@@ -205,11 +203,10 @@ def count(cases: Sequence[Case]) -> dict[Case, Counts]:
     process, forked, since imports take longer than small runs. Raises what a run with these settings raises, above all
     ConfigError.
     """
-    jobs = list(dict.fromkeys(cases))
     # All processes begin before tqdm's thread and the pool's own: one forked later may inherit a lock that they hold.
-    with multiprocessing.get_context("fork").Pool(max(1, len(jobs)), maxtasksperchild=1) as pool:
-        done = tqdm(pool.imap(_count_one, jobs), "counting steps", len(jobs), leave=False, mininterval=1)
-        return dict(zip(jobs, done, strict=True))
+    with multiprocessing.get_context("fork").Pool(len(cases), maxtasksperchild=1) as pool:
+        done = tqdm(pool.imap(_count_one, cases), "counting steps", len(cases), leave=False, mininterval=1)
+        return dict(zip(cases, done, strict=True))
 
 
 def _count_one(case: Case) -> Counts:
@@ -241,25 +238,18 @@ def _count_pipeline(case: Case) -> Counts:
     config = case.config
     parallelism = config.parallelism
     training = config.training
-    held = min(training.local_batch_size, parallelism.pp * parallelism.pp_microbatch_size)
+    sequences = training.local_batch_size * case.microbatches
+    held = parallelism.pp * parallelism.pp_microbatch_size
+    if training.local_batch_size % held:
+        held = training.local_batch_size
     alone = replace(
         config,
-        parallelism=replace(parallelism, pp=1, reshard_after_forward=False),  # a pipeline's weights stay gathered
-        training=replace(training, local_batch_size=held, global_batch_size=0, loss_chunks=1),
+        # A pipeline's weights stay gathered and its gradients whole until the end of a step.
+        parallelism=replace(parallelism, pp=1, reshard_after_forward=False, sync_every_microbatch=False),
+        training=replace(training, local_batch_size=held, global_batch_size=sequences * case.dims.dp, loss_chunks=1),
     )
     stage = Case(alone, case.world_size // parallelism.pp)
     counts = _count_one(with_layers(stage, -(-case.flavor.n_layers // parallelism.pp)))
-    sequences = training.local_batch_size * case.microbatches
-    of_each = ["tp", "cp"]  # axes of messages that every microbatch sends
-    if case.dims.dp == case.dims.cp == 1:
-        of_each.append("world")
-    for key in counts:
-        if isinstance(key, Message):
-            is_repeated = key.axis in of_each
-        else:
-            is_repeated = isinstance(key, Matmul) or key in ("attention", "moved")
-        if is_repeated:
-            counts[key] = counts[key] * sequences // held
     hidden = sequences * training.max_seq_len // case.dims.cp * case.flavor.dim * HIDDEN_BYTES
     counts[Message("pp", "send")] = 2 * len(stages_of_rank(0, parallelism)) * hidden
     return counts

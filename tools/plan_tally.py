@@ -3,7 +3,7 @@
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -15,10 +15,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.compile_fx import select_decomp_table  # here: forked processes need not import it again
 from torch._ops import OpOverload
-from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
+aten = torch.ops.aten
 # Operator → (kind, which argument is the whole tensor, whose bytes count; -1: the result).
 COLLECTIVES = {
     "_allgather_base_": ("all_gather", 0),
@@ -30,29 +31,16 @@ COLLECTIVES = {
     "all_reduce": ("all_reduce", 0),
     "all_to_all_single": ("all_to_all", 0),
 }
-MATMULS = {"mm": 0, "bmm": 0, "addmm": 1, "_scaled_mm": 0}  # operator → the argument whose last dim is summed over
-# Operator → (matmuls of queries by keys, where the queries are, where `is_causal` is).
-ATTENTION = {
-    "_scaled_dot_product_flash_attention_for_cpu": (2, 0, 4),
-    "_scaled_dot_product_flash_attention_for_cpu_backward": (5, 1, 7),
-}
 COMMUNICATION = ("c10d", "_c10d_functional")  # namespaces of operators
-REDUCTIONS = frozenset({torch.ops.aten.amax, torch.ops.aten.max, torch.ops.aten.sum, torch.ops.aten.mean})
-RANDOM = {run_and_save_rng_state: 0, run_with_rng_state: 1}  # operator → the argument that is the operator it runs
-
-
-class Matmul(NamedTuple):
-    """A matmul of [rows, inner] by [inner, columns], and the type of its operands."""
-
-    kind: str
-    rows: int
-    inner: int
-    columns: int
-
-    @property
-    def flops(self) -> int:
-        """Operations."""
-        return 2 * self.rows * self.inner * self.columns
+# Operations of matmuls, and of attention without a mask.
+OPERATIONS = {
+    **flop_registry,
+    aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[aten._scaled_dot_product_flash_attention],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+MATMUL_KINDS = {1: "float8", 2: "bfloat16", 4: "float32"}  # by the bytes of a number
 
 
 class Message(NamedTuple):
@@ -62,8 +50,9 @@ class Message(NamedTuple):
     kind: str
 
 
-# What → how much of it: a Matmul → how many; a Message → bytes of the whole tensors; "attention" → operations; "moved",
-# "update" → bytes that everything else reads and writes, fused where compiled, before the update and in it.
+# What → how much of it. A Message → bytes of the whole tensors; a kind of matmul, "attention" → operations; "operands"
+# → bytes that matmuls read and write; "moved", "update" → bytes that everything else reads and writes, fused where
+# compiled, before the update and in it.
 Counts = Counter[Any]
 
 
@@ -101,9 +90,8 @@ class Tally(TorchDispatchMode):
         else:
             inputs = _tensors((args, kwargs))
             written = _written(func, args, inputs, results)
-            if not written and not func._schema.is_mutable:
-                return result  # nothing is moved: a view
-            self.counts[self.part] += sum(map(_size, [*inputs, *written]))
+            if written:
+                self.counts[self.part] += sum(map(_size, [*inputs, *written]))
         self.peak = max(self.peak, self.live)
         return result
 
@@ -122,35 +110,28 @@ class Tally(TorchDispatchMode):
     def _free(self, key: int) -> None:
         self.live -= self.held.pop(key)
 
-    def backend(self, *args: Any, **kwargs: Any) -> Any:
+    def backend(self) -> Any:
         """A backend for torch.compile: inductor's graphs of forward and backward, counted once, and empty results."""
-
-        def compile(graph: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
-            kernels = Kernels(graph.graph)
-
-            def run(arguments: list[Any]) -> Any:
-                before = self.live
-                given = {_storage(x): place for place, x in enumerate(arguments) if isinstance(x, Tensor)}
-                sizes = {key: self.held.get(key, 0) for key in given}
-                results = kernels.results(arguments)
-                arguments.clear()
-                freed = {place: sizes[key] for key, place in given.items() if key not in self.held}
-                self.counts += kernels.counts
-                self.counts[self.part] += kernels.moved
-                self.peak = max(self.peak, before + kernels.peak(freed))
-                return results
-
-            run._boxed_call = True  # type: ignore[attr-defined]
-            return run
-
-        compiler = aot_autograd(
-            fw_compiler=compile,
-            bw_compiler=compile,
+        return aot_autograd(
+            fw_compiler=self._compile,
+            bw_compiler=self._compile,
             decompositions=select_decomp_table,
             partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
             keep_inference_input_mutations=True,
         )
-        return compiler(*args, **kwargs)
+
+    def _compile(self, module: fx.GraphModule, _: Any) -> Callable[[list[Any]], Any]:
+        graph = Graph(module.graph)
+
+        def run(arguments: list[Any]) -> Any:
+            self.counts += graph.counts
+            self.counts[self.part] += graph.moved
+            results = graph.results(arguments)
+            arguments.clear()
+            return results
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
@@ -168,79 +149,37 @@ class Tally(TorchDispatchMode):
             yield
 
 
-class Kernels:
-    """What the kernels of a compiled graph compute, move and hold.
+class Graph:
+    """What a compiled graph computes and moves.
 
-    Operators between the same matmuls, collectives and reductions over columns (on one *level*) are one kernel. It
-    writes what something else needs, and computes again whatever else it needs itself, as inductor does. Tensors go by
-    their storages, operators by their places.
+    In memory are its inputs, its results, and what its matmuls, attention and collectives take and return. Everything
+    else is fused: of each tensor in memory it reads once what it needs, and writes once what it computes. Tensors go by
+    their storages.
     """
 
     def __init__(self, graph: fx.Graph):
-        for node in graph.nodes:
-            if node.target in RANDOM:
-                first = RANDOM[node.target]
-                node.target = node.args[first]
-                node.args = node.args[first + 1 :]
-        operators = [node for node in graph.nodes if isinstance(node.target, OpOverload)]
-        self.inputs = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+        self.inputs = [node.meta["val"] for node in graph.find_nodes(op="placeholder")]
         self.outputs = _values(graph.output_node().args[0])
-        # The place where a tensor is made, its bytes. Inputs were counted before.
-        self.made = dict.fromkeys(map(_storage, _tensors(self.inputs)), (0, 0))
-        self.needed = {*self.made, *map(_storage, _tensors(self.outputs))}  # what is in memory
-        for node in operators:
-            if _is_call(node.target):
-                self.needed.update(map(_storage, _tensors(_values(node.args))))
         self.counts: Counts = Counter()
-        self.sizes: dict[int, int] = {}
-        self.sources: dict[int, set[int]] = {}  # of a tensor inside a kernel: what it is computed from
-        self.last: dict[int, int] = {}  # the place of its last use
-        self.looks: list[int] = []  # places where memory is looked at
-        self.levels: dict[int, int] = {}  # of the first kernel that may use it
-        self.reads: set[tuple[int, int]] = set()  # level, tensor
-        self.writes: set[tuple[int, int]] = set()
-        for place, node in enumerate(operators):
-            self._add(place, node)
-        self.looks.append(len(operators))
-        self._use(len(operators), _tensors(self.outputs))
-        self.moved = sum(self.sizes[key] for _, key in [*self.writes, *(self.reads - self.writes)])
-
-    def _use(self, place: int, tensors: Sequence[Tensor]) -> set[int]:
-        """What is read from memory for these tensors."""
-        read = set()
-        for x in tensors:
-            key = _storage(x)
-            self.sizes.setdefault(key, _size(x))
-            read |= self.sources.get(key, {key})
-        self.last |= dict.fromkeys(read, place)
-        return read
-
-    def _add(self, place: int, node: fx.Node) -> None:
-        func: Any = node.target
-        args = _values(node.args)
-        inputs = _tensors(_values(node.all_input_nodes))
-        result = node.meta.get("val")  # none: of an operator that only writes in place
-        results = _tensors(result)
-        read = self._use(place, inputs)
-        level = max((self.levels.get(_storage(x), 0) for x in inputs), default=0)
-        if _is_call(func):
-            self.counts += _count_call(func, args, result)
-            self.made |= {_storage(x): (place, _held_bytes(x)) for x in results}
-            self.levels |= {_storage(x): level + 1 for x in results}
-            self.looks.append(place)
-            return
-        largest = max((x.numel() for x in inputs), default=0)
-        for x in _written(func, args, inputs, results):
-            key = _storage(x)
-            is_small = x.numel() < largest
-            self.levels[key] = level + (is_small and _reduces_columns(func, args))
-            if key not in self.needed and not is_small:
-                self.sources[key] = read
+        in_memory = _tensors([self.inputs, self.outputs])
+        read: dict[int, int] = {}  # storage → bytes
+        written: dict[int, int] = {}
+        for node in graph.nodes:
+            if not isinstance(node.target, OpOverload):
                 continue
-            self.sizes[key] = _size(x)
-            self.made.setdefault(key, (place, _held_bytes(x)))
-            self.reads |= {(level, source) for source in read}
-            self.writes.add((level, key))
+            args = _values(node.args)
+            result = node.meta.get("val")  # none: of an operator that only writes in place
+            if _is_call(node.target):
+                self.counts += _count_call(node.target, args, result)
+                in_memory += _tensors([args, result])
+                continue
+            inputs = _tensors(_values(node.all_input_nodes))
+            outputs = _written(node.target, args, inputs, _tensors(result))
+            if outputs:
+                read |= {_storage(x): _size(x) for x in inputs}
+                written |= {_storage(x): _size(x) for x in outputs}
+        keys = set(map(_storage, in_memory))
+        self.moved = sum(size for key, size in [*read.items(), *written.items()] if key in keys)
 
     def results(self, arguments: Sequence[Any]) -> list[Any]:
         """Results without values: in new memory, or in that of an argument."""
@@ -255,16 +194,6 @@ class Kernels:
                 x = owners[storage._cdata].as_strided(x.shape, x.stride(), x.storage_offset())
             found.append(x)
         return found
-
-    def peak(self, freed: Mapping[int, int]) -> int:
-        """The most bytes held beside those of before. `freed`: number of an argument freed after use → bytes."""
-        ends = {number: self.last.get(_storage(self.inputs[number]), 0) for number in freed}
-        peak = 0
-        for look in self.looks:
-            made = sum(size for key, (place, size) in self.made.items() if place <= look <= self.last.get(key, place))
-            gone = sum(size for number, size in freed.items() if ends[number] < look)
-            peak = max(peak, made - gone)
-        return peak
 
 
 def _values(nodes: Any) -> Any:
@@ -289,38 +218,25 @@ def _held_bytes(x: Tensor) -> int:
     return 0 if x.dtype == torch.bool else int(x.untyped_storage().nbytes())
 
 
-def _name(func: Any) -> str:
-    return str(func.name().partition("::")[2].partition(".")[0])
-
-
 def _is_call(func: Any) -> bool:
     """Whether an operator is a kernel of its own: a collective, a matmul or attention."""
-    return func.namespace in COMMUNICATION or _name(func) in MATMULS or _name(func) in ATTENTION
+    return func.namespace in COMMUNICATION or func.overloadpacket in OPERATIONS
 
 
 def _count_call(func: Any, args: Sequence[Any], result: Any) -> Counts:
-    """The bytes of a collective, a matmul, or the operations of attention."""
-    name = _name(func)
-    if name in COLLECTIVES and func.namespace in COMMUNICATION:
+    """The bytes of a collective, the operations and operands of a matmul, or the operations of attention."""
+    name = func.overloadpacket.__name__
+    if name in COLLECTIVES:
         kind, place = COLLECTIVES[name]
         whole = _tensors(result if place < 0 else args[place])
         return Counter({Message(_axis_of(args), kind): sum(x.numel() * x.element_size() for x in whole)})
-    if name in MATMULS:
-        kind = str(args[0].dtype).removeprefix("torch.")
-        if kind.startswith("float8"):
-            kind = "float8"
-        inner = args[MATMULS[name]].shape[-1]
-        columns = result.shape[-1]
-        return Counter({Matmul(kind, result.numel() // columns, inner, columns): 1})
-    if name in ATTENTION:
-        matmuls, first, causal = ATTENTION[name]
-        q = args[first]
-        k = args[first + 1]
-        operations = matmuls * 2 * q.numel() * k.shape[2]
-        if len(args) > causal and args[causal]:
-            operations //= 2
-        return Counter({"attention": operations})
-    return Counter()
+    if func.overloadpacket not in OPERATIONS:
+        return Counter()  # a wait
+    operations = OPERATIONS[func.overloadpacket](*args, out_val=result)
+    if "attention" in name:
+        return Counter({"attention": operations // 2})  # causal
+    kind = MATMUL_KINDS[args[0].element_size()]
+    return Counter({kind: operations, "operands": sum(map(_size, _tensors([args, result])))})
 
 
 def _written(func: Any, args: Sequence[Any], inputs: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
@@ -344,11 +260,3 @@ def _axis_of(args: Sequence[Any]) -> str:
         group = dist.distributed_c10d._resolve_process_group(args[-1])
     name = group.group_desc
     return name.removeprefix("mesh_") if name.startswith("mesh_") else "world"
-
-
-def _reduces_columns(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator needs more than a row of a tensor for its result, which only another kernel can use."""
-    if func.overloadpacket not in REDUCTIONS:
-        return False
-    dims = range(args[0].ndim) if len(args) == 1 else args[1]
-    return any(args[0].stride(dim) != 1 for dim in dims)

@@ -9,10 +9,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from config import Config
-from data.ledger import build_phases
 from parallel.mesh import ParallelDims
 from parallel.pipeline import stages_of_rank
-from tools.plan_tally import Counts, Matmul, Message
+from tools.plan_tally import Counts, Message
 
 GIB = 2**30
 
@@ -25,7 +24,7 @@ class Device(NamedTuple):
     """
 
     flops: float
-    float8_flops: float | None
+    float8_flops: float  # 0: it has no float8 matmul
     memory_bytes: float
     memory_bandwidth: float
     link_bandwidth: float
@@ -36,8 +35,8 @@ class Device(NamedTuple):
     float8_share: float = 0.83
     attention_share: float = 0.46
     flash_share: float = 0.24
-    memory_share: float = 0.75
-    fitted_to: str = ""  # the runs to which the shares are fitted; none: they are h200's
+    memory_share: float = 0.7
+    trust: str = "unfitted: no run of today's software on this device is known"  # the shares are h200's
     # The range in which a run should lie, of the tokens per second planned.
     low: float = 0.75
     high: float = 1.3
@@ -49,35 +48,34 @@ class Device(NamedTuple):
 # With h200's shares they would be about twice as fast, up to `high`.
 DEVICES = MappingProxyType(
     {
-        "a100": Device(312e12, None, 79.1 * GIB, 2.04e12, 300e9, 25e9, 0.8, 0.7, 0.6, 0.6),
+        "a100": Device(312e12, 0, 79.1 * GIB, 2.04e12, 300e9, 25e9, 0.8, 0.7, 0.6, 0.6),
         "h100": Device(989e12, 1979e12, 79.1 * GIB, 3.35e12, 450e9, 50e9),
         "h100-96gb": Device(
             989e12, 1979e12, 95.0 * GIB, 2.4e12, 450e9, 50e9, 0.6, 0.5, 0.41, 0.24,
-            fitted_to="torchtitan's of 2025", low=0.84, high=1.1,
+            trust="fitted to torchtitan's of 2025", low=0.84, high=1.1,
         ),
         "h200": Device(
             989e12, 1979e12, 139.8 * GIB, 4.8e12, 450e9, 50e9,
-            fitted_to="this project's", low=0.84, high=1.1,
+            trust="fitted to this project's", low=0.84, high=1.1,
         ),
         "b200": Device(
-            2250e12, 4500e12, 178.3 * GIB, 8e12, 900e9, 50e9, 0.302, 0.262, 0.181, 0.094, 0.294,
-            fitted_to="three of 2025-08 on power-limited GPUs", low=0.84, high=2.6,
+            2250e12, 4500e12, 178.3 * GIB, 8e12, 900e9, 50e9, 0.284, 0.246, 0.17, 0.088, 0.276,
+            trust="fitted to three of 2025-08 on power-limited GPUs", low=0.84, high=2.7,
         ),
         "mi300x": Device(
-            1307e12, 2614e12, 191.7 * GIB, 5.3e12, 448e9, 50e9, 0.384, 0.277, 0.229, 0.12, 0.374,
-            fitted_to="three of 2025-08", low=0.84, high=2.2,
+            1307e12, 2614e12, 191.7 * GIB, 5.3e12, 448e9, 50e9, 0.369, 0.266, 0.22, 0.115, 0.359,
+            trust="fitted to three of 2025-08", low=0.84, high=2.2,
         ),
     }
 )  # fmt: skip
 
 # Fitted, like the devices' shares, on the rows that benchmarks/plan.py marks.
 # The part of the memory's share that kernels with casts to float8 reach; that of the last is a guess.
-CAST_SHARES = {"tensorwise": 0.85, "rowwise": 0.58, "rowwise_with_gw_hp": 0.72}
+CAST_SHARES = {"tensorwise": 0.54, "rowwise": 0.44, "rowwise_with_gw_hp": 0.6}
 MATMUL_SHOWS = 0.5  # of what a matmul reads and writes, not hidden by its operations
 NETWORK_SHARE = 0.75  # of a link's or the network's bandwidth, for a collective
 CONTENTION = 0.5  # of a collective's time, lost by kernels beside it: it takes some of their cores and bandwidth
 IDLE = 0.008  # of the step
-BYTES = {"float8": 1, "bfloat16": 2, "float32": 4}  # of a number
 
 
 class Cluster(NamedTuple):
@@ -85,85 +83,63 @@ class Cluster(NamedTuple):
 
     device: Device
     gpus_per_node: int
-    flash: bool = False  # torch's own attention runs, not the device's fastest
 
 
 def estimate(counts: Counts, config: Config, dims: ParallelDims, cluster: Cluster) -> dict[str, float]:
-    """Seconds of a step, by what a rank waits for, and tokens per second and device with their range.
+    """Seconds of a step, by what a rank waits for, as if all stages of the pipeline counted the same.
 
-    As if all stages of the pipeline counted the same. Communication is what nothing hides.
+    Communication is what nothing hides.
     """
     device = cluster.device
-    kernels = kernel_seconds(counts, config, dims, cluster)
+    seconds = kernel_seconds(counts, config, dims, device)
     beside, between = message_seconds(counts, config, dims, cluster)
-    sending = sum(beside.values())
-    slowed = 1 + CONTENTION * min(1.0, sending / sum(kernels.values()))
-    kernels = {name: taken * slowed for name, taken in kernels.items()}
-    working = sum(kernels.values()) + sum(between.values())
-    slowest = max(beside, key=lambda where: beside[where])
-    between[slowest] += max(0.0, sending - working)
-    optimizer = counts["update"] / (device.memory_bandwidth * device.memory_share)
-    bubble = (sum(kernels.values()) + sum(between.values())) * bubble_share(config, dims)
-    seconds = {**kernels, "optimizer": optimizer, **between, "bubble": bubble}
+    slowed = 1 + CONTENTION * min(1.0, beside / sum(seconds.values()))
+    seconds = {name: taken * slowed for name, taken in seconds.items()}
+    working = sum(seconds.values()) + between
+    seconds["communication"] = between + max(0.0, beside - working)
+    seconds["bubble"] = sum(seconds.values()) * bubble_share(config, dims)
+    seconds["optimizer"] = counts["update"] / (device.memory_bandwidth * device.memory_share)
     seconds["idle"] = IDLE * sum(seconds.values())
-    step = sum(seconds.values())
-    tokens = build_phases(config.training, dims.dp)[-1].tokens_per_step
-    rate = tokens / step / (dims.dp * dims.copies)
-    ends = {"low": device.low * rate, "high": device.high * rate}
-    return {"step_seconds": step, **seconds, "tokens_per_second": rate, **ends}
+    return seconds
 
 
-def kernel_seconds(counts: Counts, config: Config, dims: ParallelDims, cluster: Cluster) -> dict[str, float]:
-    """Seconds of matmuls, attention and all other kernels, as if nothing ran beside them."""
-    device = cluster.device
-    matmul = 0.0
-    for key, calls in counts.items():
-        if isinstance(key, Matmul):
-            matmul += calls * matmul_seconds(key, device)
+def kernel_seconds(counts: Counts, config: Config, dims: ParallelDims, device: Device) -> dict[str, float]:
+    """Seconds of matmuls, attention and all other kernels, as if nothing ran beside them.
+
+    Part of what a matmul reads and writes counts beside its operations, so it counts more if it is narrow.
+    """
+    bandwidth = device.memory_bandwidth * device.memory_share
+    rate = device.flops * device.matmul_share
+    matmul = counts["bfloat16"] / rate + 15 * counts["float32"] / rate  # float32 has no tensor cores
+    matmul += MATMUL_SHOWS * counts["operands"] / bandwidth
     share = device.attention_share
     # A ring, and flex attention's masks, have torch's own kernels, not the device's fastest.
-    if cluster.flash or dims.cp > 1 or config.data.mask_documents:
+    if dims.cp > 1 or config.data.mask_documents:
         share = device.flash_share
-    bandwidth = device.memory_bandwidth * device.memory_share
     if config.float8.enable:
+        matmul += counts["float8"] / (device.float8_flops * device.float8_share)
         bandwidth *= CAST_SHARES[config.float8.recipe]
     attention = counts["attention"] / (device.flops * share)
     return {"matmul": matmul, "attention": attention, "pointwise": counts["moved"] / bandwidth}
 
 
-def matmul_seconds(matmul: Matmul, device: Device) -> float:
-    """Seconds of a matmul: its operations, and part of what it reads and writes, which counts if it is narrow."""
-    peaks = {
-        "float8": (device.float8_flops or device.flops) * device.float8_share,
-        "bfloat16": device.flops * device.matmul_share,
-        "float32": device.flops * device.matmul_share / 15,  # without tensor cores
-    }
-    size = BYTES[matmul.kind]
-    operands = matmul.rows * matmul.inner + matmul.inner * matmul.columns
-    moved = operands * size + matmul.rows * matmul.columns * max(size, 2)
-    return matmul.flops / peaks[matmul.kind] + MATMUL_SHOWS * moved / (device.memory_bandwidth * device.memory_share)
-
-
-def message_seconds(
-    counts: Counts, config: Config, dims: ParallelDims, cluster: Cluster
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of the messages that run beside the kernels, and of those between them: in a node, across nodes."""
-    beside = {"intra_node": 0.0, "inter_node": 0.0}
-    between = dict(beside)
+def message_seconds(counts: Counts, config: Config, dims: ParallelDims, cluster: Cluster) -> tuple[float, float]:
+    """Seconds of the messages that run beside the kernels, and of those between them."""
+    beside = between = 0.0
     for key, size in counts.items():
         if not isinstance(key, Message):
             continue
         axis = key.axis
         if axis == "world" and dims.dp == dims.cp == 1:
             axis = "tp"
-        ranks, rate, where = _link(axis, dims, cluster)
+        ranks, rate = _link(axis, dims, cluster)
         wait = sent_bytes(key.kind, size, ranks) / (rate * NETWORK_SHARE)
+        if axis == "dp_replicate" and dims.islands > 1:
+            wait /= config.parallelism.local_steps
         if axis in ("tp", "cp", "pp"):
-            between[where] += wait
-        elif axis == "dp_replicate" and dims.islands > 1:
-            beside[where] += wait / config.parallelism.local_steps
+            between += wait
         else:
-            beside[where] += wait
+            beside += wait
     return beside, between
 
 
@@ -185,8 +161,8 @@ def sent_bytes(kind: str, size: float, ranks: int) -> float:
     return size * (ranks - 1) / ranks
 
 
-def _link(axis: str, dims: ParallelDims, cluster: Cluster) -> tuple[int, float, str]:
-    """The ranks of an axis, bytes per second for a rank's share, and whether that stays in a node.
+def _link(axis: str, dims: ParallelDims, cluster: Cluster) -> tuple[int, float]:
+    """The ranks of an axis, and bytes per second for a rank's share.
 
     Ranks of an axis on one node pool their network bandwidth.
     """
@@ -199,7 +175,8 @@ def _link(axis: str, dims: ParallelDims, cluster: Cluster) -> tuple[int, float, 
         "dp_replicate": (dims.dp_replicate, dims.shards * dims.tp),
         "pp": (dims.pp, stage),
     }[axis]
+    device = cluster.device
     if ranks * stride <= cluster.gpus_per_node:
-        return ranks, cluster.device.link_bandwidth, "intra_node"
+        return ranks, device.link_bandwidth
     on_node = max(1, cluster.gpus_per_node // stride)
-    return ranks, min(cluster.device.link_bandwidth, on_node * cluster.device.network_bandwidth), "inter_node"
+    return ranks, min(device.link_bandwidth, on_node * device.network_bandwidth)

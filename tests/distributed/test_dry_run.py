@@ -1,14 +1,12 @@
-"""A config of each family and mode takes one real step of train.py, on as many fake ranks as it is meant for.
+"""Configs of families with other layers take a real step of train.py, on as many fake ranks as they are meant for.
 
 Two layers stand for all, which are alike (tests/unit/test_plan.py).
 """
 
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-import trainer
 from config import check_effects, load_config
 from tests.harness import run_ranks
 from tools.plan_count import Case, check, dry_runs
@@ -16,16 +14,10 @@ from tools.plan_tally import Message
 
 CONFIGS = Path(__file__).parents[2] / "train_configs"
 WORLD_SIZES = {
-    "default": 2,
     "llama3_8b": 64,
-    "llama3_405b": 128,  # recomputes all
-    "llama_1.8b": 32,  # recomputes nothing
-    "pretrained": 32,
-    "granite3.3_2b": 32,
-    "mistral_7b": 32,
-    "olmo2_7b": 32,
+    "olmo2_7b": 32,  # other norms
     "qwen3_0.6b": 32,  # one weight is embedding and output layer
-    "smollm3_3b": 32,
+    "smollm3_3b": 32,  # layers without positions
 }
 BLOCK_OF_8B, ENDS_OF_8B = 218_112_000, 1_050_677_248  # numbers: (8,030,261,248 as published - ends) / 32
 
@@ -42,23 +34,10 @@ def step(name, world_size, *arguments):
 @pytest.mark.parametrize(("name", "world_size"), WORLD_SIZES.items())
 def test_a_config_takes_a_step(name, world_size):
     (counts,) = run_ranks(1, step, name, world_size, start_group=False)
-    config = load_config([f"--config={CONFIGS}/{name}.toml"])
     if name == "llama3_8b":
         share = 4 * (2 * BLOCK_OF_8B + ENDS_OF_8B) / world_size
         assert share <= counts["weights"] < 1.01 * share, "rows are filled up to a multiple of the ranks, not more"
-    exchange = {"all_to_all"} if config.optimizer.name == "muon" else set()
     kinds = {key.kind for key in counts if isinstance(key, Message)}
-    assert kinds == {"all_gather", "reduce_scatter", "all_reduce"} | exchange
-    if not exchange:  # Muon keeps one mean of a matrix, not two
-        assert counts["optimizer"] == pytest.approx(2 * counts["weights"], rel=1e-3, abs=2**20)
+    assert kinds == {"all_gather", "reduce_scatter", "all_reduce"}
+    assert counts["optimizer"] == pytest.approx(2 * counts["weights"], rel=1e-3, abs=2**20)
     assert counts["peak"] > counts["weights"] + counts["optimizer"]
-
-
-def broken_step():
-    with mock.patch.object(trainer.Norms, "clip", side_effect=RuntimeError("a broken step")):
-        return step("debug", 2)
-
-
-def test_what_a_run_would_fail_on_fails_here():
-    with pytest.raises(AssertionError, match="a broken step"):
-        run_ranks(1, broken_step, start_group=False)
