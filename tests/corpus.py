@@ -72,15 +72,14 @@ def stored_blocks(folder, split="train"):
 
 
 def expected_stream(blocks, name, seed, window_blocks):
-    """(token, position in its document), epoch after epoch, by the definition in data.order."""
+    """(position in its document, token), epoch after epoch, by the definition in data.order."""
     epoch = 0
     while True:
         order = permutation(len(blocks), derive_key(seed, name, epoch)).tolist()
         for window, first in enumerate(range(0, len(order), window_blocks)):
             documents = [document for block in order[first : first + window_blocks] for document in blocks[block]]
             for i in permutation(len(documents), derive_key(seed, name, epoch, window)).tolist():
-                for position, token in enumerate(documents[i]):
-                    yield token, position
+                yield from enumerate(documents[i])
         epoch += 1
 
 

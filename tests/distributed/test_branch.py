@@ -85,7 +85,7 @@ def run_and_log(arguments):
 def expected_steps(dataset, steps):
     """The tokens of each step, by the definition of the order."""
     stream = expected_stream(stored_blocks(dataset), open_dataset(str(dataset)).hash, 0, window_blocks=16)
-    tokens = [token for token, _ in islice(stream, steps * SAMPLES * SEQ_LEN)]
+    tokens = [token for _, token in islice(stream, steps * SAMPLES * SEQ_LEN)]
     return [tokens[at : at + SAMPLES * SEQ_LEN] for at in range(0, len(tokens), SAMPLES * SEQ_LEN)]
 
 

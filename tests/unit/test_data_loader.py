@@ -6,7 +6,7 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import islice, pairwise, zip_longest
+from itertools import chain, islice, pairwise, zip_longest
 from unittest.mock import Mock
 
 import pytest
@@ -56,10 +56,10 @@ def global_samples(loaders, steps):
 
 
 def positions_in_sample(part):
-    """From 0 at the start of the sample and of each document in it."""
+    """From 0 at the start of the sample and of each document in it, of (place in its document, token)."""
     start, positions = 0, []
-    for i, (_, place_in_document) in enumerate(part):
-        start = i if place_in_document == 0 else start
+    for i, (place, _) in enumerate(part):
+        start = i if place == 0 else start
         positions.append(i - start)
     return positions
 
@@ -87,7 +87,7 @@ class Reference:
             folder = folders[chosen]
             part = [self.next[folder], *islice(self.stream[folder], seq_len)]
             self.next[folder] = part[-1]
-            tokens = [token for token, _ in part]
+            tokens = [token for _, token in part]
             samples.append((tokens[:-1], tokens[1:], positions_in_sample(part[:-1])))
         return samples
 
@@ -288,11 +288,6 @@ def test_close_ends_the_threads(folders):
 # ---------------------------------------------------------------- validation
 
 
-def stream_of_validation(folder):
-    blocks = stored_blocks(folder, "validation")
-    return [(token, place) for block in blocks for document in block for place, token in enumerate(document)]
-
-
 @pytest.mark.parametrize(("dp_size", "max_samples"), [(1, 0), (3, 0), (2, 1), (3, 7), (5, 1000)])
 def test_validation_takes_samples_evenly_from_all_held_out_text(folders, dp_size, max_samples):
     """0: all, so every held-out pair of input and label once; any number of ranks gives equally many batches."""
@@ -300,19 +295,21 @@ def test_validation_takes_samples_evenly_from_all_held_out_text(folders, dp_size
     config = config_of(folders, **sizes, validation__max_samples=max_samples)
     every = []
     for folder in folders:
-        stream = stream_of_validation(folder)
+        documents = chain.from_iterable(stored_blocks(folder, "validation"))
+        stream = [pair for document in documents for pair in enumerate(document)]
         every += [stream[first : first + 7] for first in range(0, len(stream) - 1, 6)]
     chosen = min(len(every), max_samples or len(every))
     expected = [every[i * len(every) // chosen] for i in range(chosen)]
 
     ranks = [list(validation_batches(config, rank, dp_size)) for rank in range(dp_size)]
     assert {len(batches) for batches in ranks} == {-(-chosen // (4 * dp_size))}
-    batches = [batch for turn in zip(*ranks, strict=True) for batch in turn]
-    assert all(batch.tokens.shape == (4, 6) for batch in batches)
-    rows = [row for batch in batches for row in zip(*(field.tolist() for field in batch), strict=True)]
+    rows = []
+    for batch in chain.from_iterable(zip(*ranks, strict=True)):
+        assert batch.tokens.shape == (4, 6)
+        rows += zip(*(field.tolist() for field in batch), strict=True)
     for (tokens, labels, positions), part in zip_longest(rows, expected, fillvalue=[]):
         pairs = [pair for pair in zip(tokens, labels, strict=True) if pair[1] != IGNORED]
-        assert pairs == list(pairwise(token for token, _ in part))
+        assert pairs == list(pairwise(token for _, token in part))
         assert positions[: len(part[:6])] == positions_in_sample(part[:6])
 
 
