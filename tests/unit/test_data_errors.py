@@ -99,11 +99,11 @@ def test_a_run_goes_on_only_with_its_own_tokenizer(folder, tmp_path):
         DataLoader(data_config(other, **settings), 0, 1)
 
 
-def test_checking_imports_no_torch(folder):
+def test_checking_imports_neither_torch_nor_transformers(folder):
     code = (
         "import sys; from data.shards import check_datasets; from config import from_dict;"
         f"check_datasets(from_dict({{'data': {{'datasets': [{str(folder)!r}]}}, 'training': {{'seq_len': 8}}}}));"
-        "import data.prepare, tools.audit; sys.exit('torch' in sys.modules)"
+        "import data.prepare, tools.audit; sys.exit(bool({'torch', 'transformers'} & {*sys.modules}))"
     )
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=True)
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import subprocess
 import sys
 from contextlib import closing
 from itertools import pairwise
@@ -212,16 +211,10 @@ def test_long_examples_are_left_out_and_counted(tmp_path, capsys):
 def test_training_on_prepared_conversations_needs_no_transformers(tmp_path, monkeypatch):
     """And a preparation without it ends in one line."""
     folder = prepared(tmp_path, tokenizer(), [{"messages": [ASKED, ANSWERED]}] * 20, *CHAT)
-    code = (
-        "import sys; sys.modules['transformers'] = None\n"
-        "import start; from tests.corpus import data_config\n"
-        f"config = data_config({str(folder)!r}, data__mask_documents=True, training__seq_len=32)\n"
-        "loader = start.DataLoader(config, 0, 1)\n"
-        "print(loader.next_step()[0].tokens[0].tolist()[:7]); loader.close()\n"
-    )
-    said = subprocess.check_output([sys.executable, "-c", code], text=True)
-    assert json.loads(said) == [USER, WHAT, ASK, END, ASSISTANT, FOUR, END]
     monkeypatch.setitem(sys.modules, "transformers", None)
+    with closing(DataLoader(data_config(folder, data__mask_documents=True, training__seq_len=32), 0, 1)) as loader:
+        tokens = loader.next_step()[0].tokens[0].tolist()
+    assert tokens[:7] == [USER, WHAT, ASK, END, ASSISTANT, FOUR, END]
     with pytest.raises(TitaniteError, match="requirements-tuning"):
         load_transformers(tokenizer())
 
