@@ -209,21 +209,20 @@ def read_state(opened: Opened, state: State, on_progress: Callable[[], None] = l
 @torch.no_grad()
 def read_average(
     checkpoints: Sequence[Opened],
-    factors: Sequence[float],
     tensors: Mapping[str, Tensor],
     on_progress: Callable[[], None] = lambda: None,
 ) -> None:
-    """Fill weights, each or this rank's part, with the sum over checkpoints times their factors, one after another.
+    """Fill weights, each or this rank's part, with the mean over checkpoints, one after another.
 
     Sums are in float64, of one weight at a time. Raises what `read_state` does; weights may then be filled in part.
     """
     for name, tensor in tensors.items():
         values = local_part(tensor)
         total = torch.zeros_like(values, dtype=torch.float64)
-        for opened, factor in zip(checkpoints, factors, strict=True):
+        for opened in checkpoints:
             read_state(opened, {"model": {name: tensor}}, on_progress)
-            total.add_(values, alpha=factor)
-        values.copy_(total)
+            total += values
+        values.copy_(total / len(checkpoints))
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -244,8 +244,7 @@ class CheckpointManager:
             try:
                 newest = self.ranks.from_rank_0(partial(self._open_newest, count))
                 if newest:
-                    factors = [1 / len(newest)] * len(newest)
-                    self.ranks.together(partial(read_average, newest, factors, tensors, self.on_progress))
+                    self.ranks.together(partial(read_average, newest, tensors, self.on_progress))
                     found = len(newest)
             except TitaniteError as error:
                 logger.warning(f"no figures of the mean of checkpoints: {error}")

@@ -14,20 +14,15 @@ from checkpoint.companions import declared_by, find_tokenizer
 from checkpoint.files import read_average
 from checkpoint.loading import check_identity, load_place
 from checkpoint.writing import new_checkpoint, write_checkpoint
-from config import ConfigError, command_line
+from config import command_line
 from models import build_model, recorded_model
 
 
-def average(places: Sequence[str], out: str, weights: Sequence[float] = (), tokenizer: str = "") -> None:
+def average(places: Sequence[str], out: str, tokenizer: str = "") -> None:
     """Write the mean of the weights in the newest intact checkpoint of each place as the checkpoint `out`, in float32.
 
-    `weights`: of each place, divided by their sum. Step and config are the last place's, the tokenizer,
-    too, unless `tokenizer` names one. Raises TitaniteError.
+    Step and config are the last place's, the tokenizer, too, unless `tokenizer` names one. Raises TitaniteError.
     """
-    weights = weights or [1.0] * len(places)
-    total = sum(weights)
-    if len(weights) != len(places) or not total:
-        raise ConfigError(f"--weights {weights}: must be a number for each of {len(places)}, with a sum other than 0")
     new_checkpoint(out)
     checkpoints = [load_place(place, lambda opened: opened) for place in places]
     last = checkpoints[-1]
@@ -37,7 +32,7 @@ def average(places: Sequence[str], out: str, weights: Sequence[float] = (), toke
     spec, flavor = recorded_model(manifest["identity"])
     model = build_model(spec, flavor)
     mean = {name: torch.empty(weight.shape) for name, weight in model.named_parameters()}
-    read_average(checkpoints, [weight / total for weight in weights], mean)
+    read_average(checkpoints, mean)
     _, companions = find_tokenizer(last, places[-1], tokenizer, flavor.vocab_size)
     facts: dict[str, Any] = {key: manifest[key] for key in ("step", "identity", "config") if key in manifest}
     facts["averaged"] = [opened.url for opened in checkpoints]
@@ -50,7 +45,6 @@ def main(argv: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.average", description="The mean of checkpoints' weights.")
     parser.add_argument("places", nargs="+", metavar="RUN_OR_CHECKPOINT", help="RUN, RUN@STEP, or a checkpoint")
     parser.add_argument("out", metavar="CHECKPOINT", help="new folder or s3://bucket/prefix")
-    parser.add_argument("--weights", nargs="+", type=float, default=[], help="of each (default: the same)")
     parser.add_argument("--tokenizer", default="", help="tokenizer.json or its folder (default: the last place's)")
     average(**vars(parser.parse_args(argv)))
 

@@ -219,12 +219,12 @@ def test_the_mean_of_checkpoints_is_measured_and_changes_no_bit_of_the_training(
     assert found[4] == pytest.approx(nats / tokens, rel=1e-5)
 
 
-def test_an_average_has_the_weighted_mean_of_its_checkpoints(small, tmp_path, caplog):
-    """And a run begins from it."""
+def test_an_average_has_the_mean_of_its_checkpoints(small, tmp_path):
+    """One that is named twice counts twice. A run begins from it."""
     run, out = tmp_path / "run", tmp_path / "mean"
     words = [*small, "--training.steps=3", "--checkpoint.interval=1"]
     launch(1, run, words)
-    average([f"{run}@{step}" for step in (1, 2, 3)] + [str(out), "--weights", "1", "1", "2"])
+    average([f"{run}@{step}" for step in (1, 2, 3, 3)] + [str(out)])
     trained = [trained_model(Path(f"{run}@{step}")).state_dict() for step in (1, 2, 3)]
     for name, weight in trained_model(out).state_dict().items():
         one, two, three = (weights[name].double() for weights in trained)
@@ -233,8 +233,6 @@ def test_an_average_has_the_weighted_mean_of_its_checkpoints(small, tmp_path, ca
     launch(1, tmp_path / "other", [*words, "--model.n_layers=1", "--training.steps=1"])
     with pytest.raises(CheckpointError, match="another model: n_layers is 1 there and 2 here"):
         average([str(tmp_path / "other"), str(run), str(tmp_path / "mixed")])
-    with pytest.raises(ConfigError, match="--weights"):
-        average([str(run), str(tmp_path / "mixed"), "--weights", "1", "2"])
     with pytest.raises(TitaniteError, match="nowhere: no tokenizer"):
         average([str(run), str(tmp_path / "mixed"), "--tokenizer=nowhere"])
 
