@@ -163,6 +163,7 @@ def test_it_follows_a_run_until_no_start_is_to_come(run, monkeypatch):
 
     def wait(seconds):
         waits.append(seconds)
+        assert len(waits) < 4
         if len(waits) == 1:
             end.write_text('{"kind": "lost", "start_again": true}')
 
