@@ -3,7 +3,6 @@
 import json
 import math
 import random
-from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -18,11 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from checkpoint import CheckpointError
 from config import Config, ConfigError, Data, Model, TitaniteError, Training, load_config
 from data.answers import encode_answer
-from data.loader import IGNORED, Batch, validation_batches
+from data.loader import IGNORED, validation_batches
 from data.packing import HIDDEN, START
 from data.shards import open_dataset
 from data.tokenizer import Tokenizer
-from loss import cross_entropy
 from models import build_model, find_model
 from models.llama.model import FeedForward
 from models.trained import Trained, load_trained
@@ -37,7 +35,6 @@ from tools.hf import export_model
 from train import train
 from validate import as_packed, measure
 from validate import main as validate
-from validation import figures_of, sum_batches
 
 SEQ_LEN = 16
 
@@ -125,20 +122,6 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path, capsys):
     with pytest.raises(TitaniteError, match=r"b/few/manifest\.json: missing"):
         validate([str(run)])
     assert not capsys.readouterr().out
-
-
-def test_a_long_set_is_summed_in_float64_over_its_labels():
-    """By a model that deems four tokens alike. The set is so long that a sum in float32 loses digits."""
-    labels = torch.arange(4).repeat(1, 1023).roll(-1, 1)[:, :4091]
-    labels[:, ::7] = IGNORED
-    counted = [token for token in labels.flatten().tolist() if token != IGNORED]
-    nats = cross_entropy(torch.zeros(*labels.shape, 4), labels)
-    batches = repeat(Batch(torch.zeros_like(labels), labels, None), 2500)
-    lengths = (3, 4, 0, 1)  # bytes of the text of each token
-    total = sum_batches(batches, lambda *_: nats, torch.tensor(lengths), torch.device("cpu"))
-    bits = 2 * len(counted) / sum(lengths[token] for token in counted)
-    assert figures_of(total) == pytest.approx({"validation_loss": math.log(4), "bits_per_byte": bits}, rel=1e-6)
-    assert figures_of(torch.zeros(3)) == {}, "without a trained token"
 
 
 def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(tmp_path, capsys, monkeypatch):

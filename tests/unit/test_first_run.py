@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers
 
 from config import load_config, tomllib
 from data.loader import DataLoader
@@ -50,15 +50,6 @@ def test_the_bytes_of_the_ids_are_those_of_their_text(make, before):
         assert tokenizer.byte_lengths[ids].sum() == len(text.encode()) + before
         assert min(tokenizer.byte_lengths[ids]) > 0
     assert tokenizer.byte_lengths[tokenizer.eos_id] == 0
-
-
-def test_a_tokenizer_that_loses_bytes_has_no_lengths_and_says_so(caplog):
-    raw = RawTokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "a": 2}, unk_token="<unk>"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    raw.add_special_tokens(["</s>", "<unk>"])
-    with caplog.at_level("INFO"):
-        assert not Tokenizer(raw, "</s>").byte_lengths.any()
-    assert "no bits per byte" in caplog.text
 
 
 def train_as(words, dtype):

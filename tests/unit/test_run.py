@@ -277,29 +277,16 @@ def test_weights_and_biases_gets_rows_and_config_and_a_resume_goes_on(tmp_path, 
     called["define_metric"].assert_called_with(runs[-1], "*", step_metric="step")
 
 
-# The second of two nodes of one rank, whose store torchrun keeps over restarts.
-KEPT = LaunchEnvironment(1, 0, 2, store_of_torchrun=True)
-
-
 @pytest.mark.parametrize(
     ("environment", "variables", "said"),
     [
         (LaunchEnvironment(4, 4, 8), {}, "a cuda device of its own, but local rank 4 sees 4; see torchrun's --nproc"),
         (LaunchEnvironment(0, 0, 1), {"SLURM_STEP_NUM_TASKS": "8"}, "= 8: srun has started that many processes"),
-        (KEPT._replace(max_restarts=1), {}, "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all of them"),
-        (KEPT._replace(restarts=2), {}, r"rank 1 found cuda on .*, rank 0 cpu on another: is a GPU or its driver gone"),
     ],
 )
 def test_ranks_that_cannot_train_together_say_why(environment, variables, said, monkeypatch):
     monkeypatch.setattr("run.processes.device_type", lambda: "cuda")
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    monkeypatch.setattr(dist, "get_default_backend_for_device", lambda kind: "nccl")
-    store = dist.HashStore()
-    store.set("start/0/1/device of rank 0", "cuda on another")  # before the restarts
-    store.set("start/2/1/device of rank 0", "cpu on another")
-    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(store, 1, 2)]))
-    monkeypatch.setattr(dist, "init_process_group", mock.Mock())
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
