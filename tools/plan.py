@@ -102,11 +102,8 @@ def possible_cases(config: Config, world_size: int) -> Iterator[Case]:
     layouts = sorted(itertools.product(DEGREES, DEGREES), key=math.prod)
     for (pp, tp), mode, times in itertools.product(layouts, KEPT, (4, 2, 1)):
         layout = replace(config.parallelism, tp=tp, pp=pp, dp_shard=-1)
-        batch = times
-        if pp > 1:
-            batch *= layout.pp_microbatch_size * pp
         checkpointing = replace(config.activation_checkpoint, mode=mode)
-        training = replace(config.training, local_batch_size=batch)
+        training = replace(config.training, local_batch_size=times * pp * layout.pp_microbatch_size)
         tried = replace(config, parallelism=layout, activation_checkpoint=checkpointing, training=training)
         with suppress(ConfigError):  # the world, the batch or the model does not divide so
             check(tried, world_size)
@@ -142,28 +139,27 @@ def plan_text(found: Plan, device: Device) -> str:
     counts = found.counts
     steps = found.case.config.training.steps
     seconds = sum(found.seconds.values())
-    tokens = steps * found.tokens_per_step / 1e9
     memory = {name: counts[name] for name in ("weights", "optimizer", "peak")}
     traffic = {" ".join(key): size for key, size in counts.items() if isinstance(key, Message)}
     checkpoint = 4 * found.parameters * (1 + counts["optimizer"] / counts["weights"])
     lines = [
         f"{found.parameters:,} parameters; {found.case.dims}; {found.tokens_per_step:,} tokens per step",
         summarize(found, device),
-        "\nmemory of a rank, GiB  [counted on the real step; reserved: estimated]",
-        *_rows(memory | {"reserved": found.reserved}),
+        "\nmemory of a rank, GiB  [counted on the real step]",
+        *_rows(memory, GIB),
         "\ntraffic per step of a rank, GiB of whole tensors  [counted on the real step]",
-        *_rows(traffic),
-        f"\nspeed  [modelled on the counts; {device.trust}]",
-        f"  {seconds:.3f} s per step: " + ", ".join(f"{name} {part:.3f}" for name, part in found.seconds.items()),
+        *_rows(traffic, GIB),
+        f"\nseconds of a step  [modelled on the counts; {device.trust}]",
+        *_rows(found.seconds),
+        f"  {seconds:.3f} s per step, {steps * seconds / 86400:,.1f} days for {steps:,} steps",
         f"  MFU {100 * found.mfu:.1f} % of bfloat16's peak",
-        f"  {steps * seconds / 86400:,.1f} days for {tokens:,.1f} G tokens",
         f"\na checkpoint: {checkpoint / GIB:,.1f} GiB  [counted]",
     ]
     return "\n".join(lines)
 
 
-def _rows(sizes: Mapping[str, float]) -> list[str]:
-    return [f"  {name:<30}{size / GIB:>9.3f}" for name, size in sizes.items()]
+def _rows(values: Mapping[str, float], unit: int = 1) -> list[str]:
+    return [f"  {name:<30}{value / unit:>9.3f}" for name, value in values.items()]
 
 
 def summarize(found: Plan, device: Device) -> str:
@@ -173,7 +169,7 @@ def summarize(found: Plan, device: Device) -> str:
     fits = "fits"
     if not found.fits:
         fits = "DOES NOT FIT"
-    memory = f"{found.reserved / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB, {fits}"
+    memory = f"{found.reserved / GIB:.1f} of {device.memory_bytes / GIB:.1f} GiB reserved, {fits}"
     return f"{found.rate:,.0f} tokens/s/device, from {low:,.0f} to {high:,.0f}; {memory}"
 
 
@@ -216,9 +212,9 @@ def main(argv: Sequence[str]) -> None:
         return
     print(f"fastest first  [{device.trust}]")
     for found in sweep(config, options.world_size, cluster):
-        mode = found.case.config.activation_checkpoint.mode
-        batch = found.case.config.training.local_batch_size
-        print(f"{summarize(found, device)}: {found.case.dims}, {mode}, local_batch_size {batch}")
+        tried = found.case.config
+        choice = f"{tried.activation_checkpoint.mode}, local_batch_size {tried.training.local_batch_size}"
+        print(f"{summarize(found, device)}: {found.case.dims}, {choice}")
 
 
 if __name__ == "__main__":

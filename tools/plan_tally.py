@@ -96,12 +96,15 @@ class Tally(TorchDispatchMode):
         return result
 
     def count(self, x: Tensor) -> None:
-        """Count the memory of a tensor until it is freed."""
+        """Count the memory of a tensor until it is freed. Masks take none: kernels of GPUs get them in blocks."""
         storage = x.untyped_storage()
         key = storage._cdata
         if key not in self.held:
             weakref.finalize(storage, self._free, key)
-        self._resize(key, _held_bytes(x))
+        size = int(storage.nbytes())
+        if x.dtype == torch.bool:
+            size = 0
+        self._resize(key, size)
 
     def _resize(self, key: int, size: int) -> None:
         self.live += size - self.held.get(key, 0)
@@ -211,11 +214,6 @@ def _storage(x: Tensor) -> int:
 
 def _size(x: Tensor) -> int:
     return min(x.numel() * x.element_size(), int(x.untyped_storage().nbytes()))
-
-
-def _held_bytes(x: Tensor) -> int:
-    """Bytes of a tensor's memory. Masks take none: kernels of GPUs get them in blocks."""
-    return 0 if x.dtype == torch.bool else int(x.untyped_storage().nbytes())
 
 
 def _is_call(func: Any) -> bool:

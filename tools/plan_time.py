@@ -145,8 +145,6 @@ def message_seconds(counts: Counts, config: Config, dims: ParallelDims, cluster:
 
 def bubble_share(config: Config, dims: ParallelDims) -> float:
     """The time in which a rank of the pipeline waits for others, over that of a step's work."""
-    if dims.pp == 1:
-        return 0.0
     pieces = len(stages_of_rank(0, config.parallelism))
     microbatches = config.training.local_batch_size // config.parallelism.pp_microbatch_size
     return (dims.pp - 1) / (pieces * microbatches)
