@@ -52,16 +52,12 @@ def prepare_own_text(sources: Sequence[str]) -> list[str]:
     return wanted
 
 
-def _texts(files: Sequence[File], tally: Tally) -> Iterator[str]:
-    for unit in plan_units(files):
-        for _, text in documents(unit, tally=tally):
-            yield text
-
-
 def _pieces(files: Sequence[File]) -> Iterator[str]:
     """Yield the text in pieces. Each is held out or not, as a small text may be one file."""
-    for text in _texts(files, Tally()):
-        yield from cut(text, PIECE_CHARACTERS)
+    tally = Tally()
+    for unit in plan_units(files):
+        for _, text in documents(unit, tally=tally):
+            yield from cut(text, PIECE_CHARACTERS)
 
 
 if __name__ == "__main__":
