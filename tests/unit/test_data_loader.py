@@ -7,7 +7,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import chain, islice, pairwise, zip_longest
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given, settings
@@ -222,21 +221,6 @@ def test_a_resume_names_the_datasets_that_begin_and_those_that_are_left(folders,
             loader.next_step()
             state = loader.state_dict()
         assert re.fullmatch(f".*{said}.*" * bool(said), " ".join(caplog.messages))
-
-
-def test_a_step_that_could_not_be_recorded_comes_again(folders):
-    """Ctrl-C, say, while the ledger is written; otherwise the state would be of another step than the batches."""
-    config = config_of(folders[:1], training__seq_len=7, data__mask_documents=True)
-    loader, again = DataLoader(config, 0, 1), DataLoader(config, 0, 1)
-    loader._ledger = Mock(step=Mock(side_effect=[None, KeyboardInterrupt, None, None]))
-    expected = global_samples([again], 3)
-    samples = global_samples([loader], 1)
-    with pytest.raises(KeyboardInterrupt):
-        loader.next_step()
-    assert samples + global_samples([loader], 2) == expected
-    assert loader.state_dict() == again.state_dict()
-    loader.close()
-    again.close()
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ def test_a_kill_while_parts_are_removed_loses_no_document(texts, lines, make, tm
         remove(store, names[:3])
         raise KeyboardInterrupt
 
-    with patch("data.prepare.writer.write_manifest", side_effect=KeyboardInterrupt), STOP:
+    with patch("data.prepare.passes._write_bucket", side_effect=KeyboardInterrupt), STOP:
         make(lines)
     with patch.object(LocalStore, "remove", cut_short), STOP:
         make(lines, block_mb=0.01)  # by another plan, so that the parts of the first go
