@@ -113,10 +113,12 @@ def test_rows_that_cannot_be_used_are_refused_by_name(format, row, named, tmp_pa
     assert not (tmp_path / "set").exists()
 
 
-def test_pairs_are_read_by_trl_s_name_too_and_from_csv(tmp_path):
+def test_pairs_are_read_by_trl_s_name_too_from_csv_and_tables(tmp_path):
     (tmp_path / "a.csv").write_text('completion,prompt\n" is ""four""","what, so ?"\n')
-    (text,) = documents_in(tmp_path / "a.csv", ["prompt", "response"], "sft")
-    assert json.loads(text) == ["what, so ?", ' is "four"']
+    pq.write_table(pa.table({"completion": [' is "four"'], "prompt": ["what, so ?"]}), tmp_path / "a.parquet")
+    for name in ("a.csv", "a.parquet"):
+        (text,) = documents_in(tmp_path / name, ["prompt", "response"], "sft")
+        assert json.loads(text) == ["what, so ?", ' is "four"']
 
 
 def test_nulls_with_which_a_table_pads_its_objects_are_left_out(tmp_path):
