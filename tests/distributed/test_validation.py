@@ -124,23 +124,6 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path, capsys):
     assert not capsys.readouterr().out
 
 
-def test_a_checkpoint_that_names_no_length_is_measured_at_a_given_one(tmp_path, capsys, monkeypatch):
-    """It has no config."""
-    folder = held_out_set(tmp_path / "set", random.Random(2), 9)
-    trained = untrained("tiny", folder)
-    monkeypatch.setattr("validate.load_from_arguments", lambda arguments: trained)
-    with pytest.raises(ConfigError, match=r"set: no run says how long .* --seq-len"):
-        validate(["alone", "--datasets", str(folder)])
-    with pytest.raises(ConfigError, match=r"alone: no run says which datasets to measure; name them with --datasets"):
-        validate(["alone"])
-    assert not capsys.readouterr().out
-    validate(["alone", "--datasets", str(folder), f"--seq-len={SEQ_LEN}", "--max-samples=0"])
-    loss, tokens = expected_loss(folder, trained.model)
-    line = capsys.readouterr().out
-    assert line.startswith(f"set  loss {loss:.4f}  perplexity ")
-    assert line.endswith(f"  {tokens:,} tokens\n")
-
-
 PAIRS = [(f"{word} ka ki", f" {word}{'é' * (i % 3)} mo") for i, word in enumerate(["ba", "do", "fi", "gu", "le"])]
 SPLITS = [["--parallelism.tp=2"], ["--parallelism.cp=2", "--data.mask_documents"], ["--parallelism.pp=2"]]
 

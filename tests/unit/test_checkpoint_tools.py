@@ -84,21 +84,6 @@ def test_each_damage_is_named(folder, tool, name, damage, said, listed):
     assert tool("verify", newest)[0] == 1
 
 
-def test_what_a_run_removes_while_it_is_verified_is_not_damaged(folder, tool, monkeypatch):
-    oldest, verify_items = folder / committed(open_store(folder))[-1], verify.verify_items
-
-    def remove_first(opened, on_progress):
-        if opened.name == oldest.name:
-            shutil.rmtree(oldest)
-        verify_items(opened, on_progress)
-
-    monkeypatch.setattr("tools.verify.verify_items", remove_first)
-    code, text = tool("verify", folder)
-    assert code == 0
-    assert f"{oldest.name}: removed during this check" in text
-    assert text.count("intact") == 1
-
-
 def test_of_a_run_only_its_place_of_checkpoints_is_read(folder, tmp_path_factory):
     """Beside it there may be anything, such as links to a folder that holds the run."""
     run = tmp_path_factory.mktemp("runs") / "run"

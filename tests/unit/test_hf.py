@@ -1,11 +1,8 @@
 """Hugging Face folders to checkpoints and back, through the command line's functions."""
 
-import dataclasses
 import json
 import shutil
-import sys
 from functools import partial
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,7 +17,6 @@ from checkpoint.checks import check_checkpoints
 from checkpoint.manifest import read_manifest
 from config import Checkpoint, Config, TitaniteError
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
-from models import MODELS
 from models.llama import hf as llama_hf
 from models.trained import load_trained
 from storage import open_store
@@ -66,25 +62,6 @@ def assert_same_weights(left, right):
     assert [name for name, value in right.state_dict().items() if not torch.equal(value, expected[name])] == []
 
 
-def test_a_family_that_was_added_crosses_by_its_own_module(llama, monkeypatch, caplog):
-    caplog.set_level("INFO")
-
-    def to_hf_config(*values):
-        return llama_hf.to_hf_config(*values) | {"architectures": ["Twin"]}
-
-    own = SimpleNamespace(**vars(llama_hf) | {"to_hf_config": to_hf_config})
-    monkeypatch.setitem(sys.modules, "twin_hf", own)
-    twin = dataclasses.replace(MODELS["llama"], flavors={}, hf="twin_hf")
-    for module in ("models", "tools.hf"):
-        monkeypatch.setattr(f"{module}.MODELS", {**MODELS, "twin": twin})
-    import_model(llama / "hf", str(llama / "new"))
-    train = f"train_configs/pretrained.toml --checkpoint.initial_load={llama / 'new'}"
-    assert f"./run_llama_train.sh {train} --data.datasets=datasets/NAME" in caplog.text
-    export_model(str(llama / "new"), llama / "back", dtype="float32")
-    assert json.loads((llama / "back" / "config.json").read_text())["architectures"] == ["Twin"]
-    assert_same_weights(hf_model("llama3").bfloat16().float(), LlamaForCausalLM.from_pretrained(llama / "back"))
-
-
 ENDED = "{{ bos_token }}{% for m in messages %}{{ m.content }}<|eot|>{% endfor %}"
 
 
@@ -120,10 +97,13 @@ def test_an_export_has_the_tokens_that_are_declared_and_stops_where_answers_end(
         assert config.pad_token_id == raw.token_to_id("<|pad|>")
 
 
-def test_two_ends_of_a_config_without_generation_config_are_exported(llama):
+def test_two_ends_of_a_config_without_generation_config_are_exported(llama, caplog):
     """And a pad of id 0, and the length that transformers takes where none is said; by way of an average, too."""
+    caplog.set_level("INFO")
     edit(llama / "hf", eos_token_id=[3, 5], pad_token_id=0, max_position_embeddings=None)
     import_model(llama / "hf", str(llama / "new"))
+    train = f"train_configs/pretrained.toml --checkpoint.initial_load={llama / 'new'}"
+    assert f"./run_llama_train.sh {train} --data.datasets=datasets/NAME" in caplog.text
     average([str(llama / "new"), str(llama / "new")], str(llama / "mean"))
     export_model(str(llama / "mean"), llama / "back")
     model = LlamaForCausalLM.from_pretrained(llama / "back")
