@@ -248,7 +248,7 @@ def table_batches(
     first = 0
     header = header_of(stream)
     if header.startswith(PARQUET_FILE):
-        parquet = pq.ParquetFile(stream)
+        parquet = pq.ParquetFile(stream, page_checksum_verification=True)
         schema = parquet.schema_arrow
         first = sum(parquet.metadata.row_group(i).num_rows for i in range(unit.start))
         groups = list(range(unit.start, unit.stop or parquet.num_row_groups))

@@ -253,28 +253,20 @@ def test_weights_and_biases_is_asked_for_and_missing(monkeypatch):
         find_trackers(Config(metrics=Metrics(wandb_project="titanite")))
 
 
-def test_weights_and_biases_gets_rows_and_config_and_a_resume_goes_on(tmp_path, monkeypatch, caplog):
-    """By the package itself, offline; also steps trained again after a crash. What may take long is said before."""
+def test_weights_and_biases_gets_rows_and_config_and_a_resume_goes_on(tmp_path, monkeypatch):
+    """By the package itself, offline; also steps trained again after a crash."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    caplog.set_level("INFO")
-    calls = mock.patch.multiple(wandb.Run, log=mock.DEFAULT, define_metric=mock.DEFAULT, autospec=True)
-    with calls as called:
+    with mock.patch.object(wandb.Run, "log", autospec=True) as called:
         for steps in ((1, 2), (2, 3)):
             metrics = build_metrics(tmp_path, wandb_project="titanite")
             for step in steps:
                 log(metrics, step, loss=step + 0.5)
-                metrics.log_validation(step, {"validation_loss": 3.25}, tokens=step)
             metrics.close()
-    runs, rows = zip(*(call.args for call in called["log"].call_args_list), strict=True)
-    assert "metrics.wandb_project" in caplog.messages[0]
-    assert "WANDB_INIT_TIMEOUT" in caplog.messages[0]
+    runs, rows = zip(*(call.args for call in called.call_args_list), strict=True)
     assert len({run.id for run in runs}) == 1
     assert runs[-1].config["optimizer"]["lr"] == 3e-4
-    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
-    assert losses == [(1, 1.5), (2, 2.5), (2, 2.5), (3, 3.5)]
-    assert [row["step"] for row in rows if row.get("valid/loss") == 3.25] == [1, 2, 2, 3]
-    called["define_metric"].assert_called_with(runs[-1], "*", step_metric="step")
+    assert [(row["step"], row["train/loss"]) for row in rows] == [(1, 1.5), (2, 2.5), (2, 2.5), (3, 3.5)]
 
 
 @pytest.mark.parametrize(
