@@ -83,17 +83,6 @@ def output_path(text: str) -> Path:
     return Path(text)
 
 
-def output_file(text: str) -> Path:
-    """argparse type for an `--output` file. Makes its folder, and finds before the work whether it can be written."""
-    path = output_path(text)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{path}: cannot be written: {error.strerror}") from None
-    return path
-
-
 def read_records(path: Path) -> list[dict[str, Any]]:
     """The records so far, [] if there is no file. Raises ValueError for a line that is not JSON."""
     if not path.is_file():

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from config import TitaniteError, command_line, file_errors, flatten, recorded_config
-from storage.records import output_file, read_records
+from storage.records import output_path, read_records
 
 MAX_POINTS = 4000  # per curve: longer ones keep every n-th row
 NO_CURVE = ("step", "tokens", "interval_steps", "skipped", "time")  # of a row: every other field is drawn
@@ -89,6 +89,7 @@ def write_page(
     template = Path(__file__).with_name("compare.html").read_text(encoding="utf-8")
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")  # cannot end the script
     with file_errors(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(template.replace('"DATA"', text), encoding="utf-8")
     print(f"{output}: open it in a browser; runs compared: {len(shown)}")
 
@@ -170,7 +171,7 @@ def main(argv: Sequence[str]) -> None:
     """The command line. Raises TitaniteError."""
     parser = argparse.ArgumentParser(prog="python -m tools.compare", description="Compare runs on an HTML page.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--output", type=output_file, default=Path("compare.html"), help="default %(default)s")
+    parser.add_argument("--output", type=output_path, default=Path("compare.html"), help="default %(default)s")
     arguments = parser.parse_args(argv)
     write_page([read_run(folder, str(folder), str(folder)) for folder in arguments.runs], arguments.output)
 
