@@ -197,8 +197,14 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster]:
     check_effects(config)
     if config.float8.enable and not device.float8_flops:
         raise ConfigError(f"float8.enable = true: {options.device} has no float8 matmul")
-    if config.training.epochs:
-        raise ConfigError(f"training.epochs = {config.training.epochs:g}: depends on the data; plan training.steps")
+    for section, name in (
+        ("parallelism", "cpu_offload"),
+        ("parallelism", "reshard_group_size"),
+        ("training", "epochs"),
+    ):
+        value = getattr(getattr(config, section), name)
+        if value:
+            raise ConfigError(f"{section}.{name} = {value}: cannot be planned; plan the run without it")
     return options, config, Cluster(device, options.gpus_per_node)
 
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tqdm import tqdm
 
 import trainer
-from config import Config, ConfigError
+from config import Config
 from data.ledger import build_phases
 from data.loader import Batch
 from float8.convert import check_float8, convert_to_float8
@@ -70,16 +70,12 @@ class Case(NamedTuple):
 
 
 def check(config: Config, world_size: int) -> None:
-    """Raise ConfigError for a run that train.py would refuse wherever it is to run, or that cannot be counted."""
+    """Raise ConfigError for a run that train.py would refuse wherever it is to run."""
     spec, flavor = find_model(config.model, DEFAULT_VOCAB_SIZE)
     loss_chunks(config)
     check_float8(config, here=False)
     _ = Case(config, world_size).microbatches  # the layout and the batch
     spec.check_parallelism(flavor, config)
-    for name in ("cpu_offload", "reshard_group_size"):
-        value = getattr(config.parallelism, name)
-        if value:
-            raise ConfigError(f"parallelism.{name} = {value}: cannot be planned; plan the run without it")
 
 
 # -- one step

@@ -66,9 +66,11 @@ HAND = {
         Message("cp", "all_gather"): 6 * 2 * TOKENS * KEYS * BYTES,
         Message("cp", "reduce_scatter"): 3 * 2 * TOKENS * KEYS * BYTES,
     },
-    case(4, f"{LAYERS}=2", *FLOAT8, COMPILED): {
-        Message("world", "all_gather"): 2 * (WEIGHTS + 2 * DIM * BYTES) + (2 * END + DIM) * BYTES,
-        Message("world", "reduce_scatter"): (2 * GROUP + 2 * END + DIM) * BYTES,
+    # Embedding and output are one weight.
+    case(4, f"{LAYERS}=2", *FLOAT8, COMPILED, "--model.tie_embeddings=true"): {
+        Message("world", "all_gather"): 2 * (WEIGHTS + 2 * DIM * BYTES) + (END + DIM) * BYTES,
+        Message("world", "reduce_scatter"): (2 * GROUP + END + DIM) * BYTES,
+        "weights": BYTES * (2 * GROUP + END + DIM) / 4,
         "float8": 6 * 2 * WEIGHTS * TOKENS,
     },
     # In four rounds, one for each shape of the 14 matrices, half of each goes to an owner and comes back. Muon has one
@@ -140,16 +142,13 @@ def test_a_compiled_graph_moves_what_its_kernels_read_and_write():
 def track_layers():
     """The peak of forward and backward, by torch's own tracker and by ours. Bytes."""
     model = nn.Sequential(nn.Linear(256, 896), nn.SiLU(), nn.Linear(896, 256))
-    x = torch.randn(256, 256, requires_grad=True)
+    x = torch.ones(256, 256)
     tracker, tally = MemTracker(), Tally()
     tracker.track_external(model, x)
     for tensor in (*model.parameters(), x):
         tally.count(tensor)
-    for counter in (tracker, tally.counting()):
-        model.zero_grad()
-        x.grad = None
-        with counter:
-            model(x).square().sum().backward()
+    with tracker, tally.counting():
+        model(x).square().sum().backward()
     theirs = sum(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot("peak").values())
     return theirs, tally.peak
 
@@ -232,12 +231,10 @@ def test_a_sweep_ranks_what_fits(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--parallelism.tp=16"], "parallelism.tp = 16: .*n_kv_heads = 8"),
         ([f"{BATCH}=65"], "training.global_batch_size = 65"),
         (["--world-size=0"], "--world-size = 0"),
-        (["--gpus-per-node=0"], "--gpus-per-node = 0"),
         (["--bandwidth=nan"], "--bandwidth = nan"),
-        (["--training.epochs=3"], "training.epochs = 3: "),
+        (["--training.epochs=3"], "training.epochs = 3"),
         (["--float8.enable=true", "--device=a100"], "float8.enable = true: a100"),
         (["--parallelism.cpu_offload=true"], "parallelism.cpu_offload = True"),
     ],
