@@ -110,16 +110,6 @@ def test_arguments_are_settings_and_credentials_are_in_the_secret(kind):
     assert not re.search(r"AKIA|SECRET_ACCESS_KEY.*value: ", text)
 
 
-def test_what_the_controllers_refuse_or_overlook():
-    """Beyond their schemas: Trainer's webhook; AppWrapper looks at the exit codes of pods that are Failed only."""
-    (container,) = pod_and_arguments("TrainJob")[0]["containers"]
-    assert "env" not in container, "must not have envs for the dataset-initializer, model-initializer, node containers"
-    prefix = "workload.codeflare.dev.appwrapper"
-    annotations = {f"{prefix}/retryLimit": "100", f"{prefix}/terminalExitCodes": "100"}
-    assert WRAPPER["metadata"]["annotations"] == annotations
-    assert OBJECTS["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]["Worker"]["restartPolicy"] == "Never"
-
-
 def test_commands_of_the_page_have_options_that_exist():
     text = (ROOT / "docs" / "clusters.md").read_text().replace("\\\n", "")
     (line,) = re.findall(r"^launch/node\.sh .*", text, re.MULTILINE)
