@@ -22,7 +22,7 @@ from config import (
 from models import LLAMA
 from models.llama.model import LlamaConfig
 from parallel.mesh import ParallelDims
-from tools.same import SEQ_LEN, SEQUENCES, VOCAB_SIZE, Opened, start_in_layout, take_steps, train_in_layout
+from tools.same import SEQ_LEN, SEQUENCES, VOCAB_SIZE, Opened, start_in_layout, take_steps
 
 FLAVOR = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=112, vocab_size=VOCAB_SIZE)
 CPU = torch.device("cpu")
@@ -60,11 +60,6 @@ def opened(config, steps, batches, **model_options):
     sizes = {"steps": steps, "local_batch_size": SEQUENCES // dp // batches, "global_batch_size": SEQUENCES}
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, **sizes))
     return Opened(config, LLAMA, dataclasses.replace(FLAVOR, **model_options))
-
-
-def trace_of(config, steps, batches=1, **model_options):
-    """What a training on this rank computes."""
-    return train_in_layout(opened(config, steps, batches, **model_options), CPU)
 
 
 def losses_of(config, steps, batches=1, **model_options):

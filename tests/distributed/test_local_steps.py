@@ -16,7 +16,7 @@ from loss import IGNORED
 from models import find_model
 from models.llama.model import Llama
 from models.weights import init_weights
-from optim import OuterOptimizer, learning_rate
+from optim import learning_rate
 from tests.runs import STEPS, column, final_weights, flat, launch, same, saved_steps
 from train import train
 
@@ -119,26 +119,6 @@ def test_a_stop_between_two_meetings_saves_one_model(small, tmp_path):
     assert saved_steps(tmp_path)[-1] in (7, 8)
     launch(2, tmp_path, [*small, *APART])
     assert len(column(tmp_path, "loss")) == STEPS
-
-
-def test_a_run_that_ends_with_a_meeting_does_not_meet_again(small, tmp_path):
-    """It would move the weights by the momentum alone."""
-    words = [*small, *APART, f"--training.steps={LOCAL_STEPS}"]
-    for at_the_step, at_the_end in launch(2, tmp_path, words, function=note_meetings):
-        assert at_the_end == at_the_step
-
-
-def note_meetings(arguments):
-    """The weights after each meeting, as bytes."""
-    weights, meet = [], OuterOptimizer.meet
-
-    def meet_and_note(islands):
-        meet(islands)
-        weights.append([weight.detach().numpy().tobytes() for weight in islands.parameters])
-
-    with mock.patch.object(OuterOptimizer, "meet", meet_and_note):
-        train(load_config(arguments))
-    return weights
 
 
 def stop_after_7(arguments):

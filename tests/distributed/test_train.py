@@ -158,17 +158,6 @@ def files_in(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_damaged_dataset_ends_a_run_in_one_line(source, dataset, small, tmp_path):
-    prepare([*source, f"--output={tmp_path / 'damaged'}", f"--tokenizer={dataset}"])
-    (shard,) = (tmp_path / "damaged").glob("train*.arrow")
-    content = shard.read_bytes()
-    shard.write_bytes(content[: len(content) // 2] + bytes(64) + content[len(content) // 2 + 64 :])
-    ended = call(tmp_path, *small, f"--run.folder={tmp_path / 'run'}", f"--data.datasets={tmp_path / 'damaged'}")
-    said = ended.stderr[ended.stderr.index("error") :]
-    assert (ended.returncode, said.count("\n")) == (2, 1)
-    assert "train-00000.arrow" in said
-
-
 def test_a_restart_that_does_not_fit_its_jobs_run_writes_nothing_there(source, small, tmp_path, monkeypatch):
     """Its folder is known only once ranks have met: it is named by no setting."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")

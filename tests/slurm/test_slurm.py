@@ -1,4 +1,4 @@
-"""launch/slurm.sh on a real Slurm of two nodes: a mistake, a preemption, a hang.
+"""launch/slurm.sh on a real Slurm of two nodes: a preemption, a hang, a study.
 
 ./run_tests.sh long -k slurm; without `long` a preemption only.
 """
@@ -79,16 +79,6 @@ def cluster(tmp_path_factory):
 
 def steps(run):
     return [row["step"] for row in read_records(run / "metrics.jsonl")]
-
-
-@pytest.mark.long
-def test_a_mistake_ends_the_job(cluster, tmp_path):
-    cluster.submit(tmp_path / "run", "--training.stepz=150", PREFLIGHT="--help")
-    cluster.wait(lambda: cluster.field("JobState") == "FAILED", "the end", dead=set())
-    assert cluster.field("Restarts") == "0"
-    said = cluster.log.read_text()
-    assert "error: training.stepz" in said
-    assert "usage: python -m tools.preflight" in said, "which checks the nodes before"
 
 
 def test_a_preempted_job_is_requeued_and_resumes(cluster, tmp_path):

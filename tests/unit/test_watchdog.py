@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 from pathlib import Path
 from unittest import mock
 
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from config import Comm, Config, ConfigError, TitaniteError
+from config import Config, ConfigError, TitaniteError
 from run.failures import RolledBackError
 from run.processes import LaunchEnvironment
 from run.run import _explain, run_and_leave
@@ -167,38 +166,6 @@ def test_a_rank_that_was_lost_in_a_collective_is_named(tmp_path):
     record = how_it_ended(tmp_path)
     assert record["cause"].startswith("rank 1 was lost")
     assert (record["kind"], record["rank"], record["step"], record["start_again"]) == ("lost", 1, 3, True)
-
-
-def verdicts(folder, device, section, waits):
-    """Kind and blamed rank of a rank that has been in a section for a share of the limit."""
-    watchdog = Watchdog(folder, LaunchEnvironment(0, 0, 1), Config(comm=Comm(init_timeout_seconds=100)))
-    watchdog.enter(section, step=1)
-    place = "/site-packages/torch/distributed/x.py" if waits else "/x.py"
-    stack = [traceback.FrameSummary(place, 1, "wait", lookup_line=False)]
-    with (
-        mock.patch("run.watchdog._stack_of", return_value=stack),
-        mock.patch("run.watchdog.device_type", return_value=device),
-    ):
-        found = [watchdog._look(idle) for idle in (79.0, 81.0, 119.0, 121.0)]
-    return [end and (end.kind, end.rank) for end in found]
-
-
-NO_ONE, ITSELF = ("hung", None), ("hung", 0)
-
-
-@pytest.mark.parametrize(
-    ("device", "section", "waits", "expected"),
-    [
-        ("cpu", "training", False, [None, ITSELF, ITSELF, ITSELF]),
-        ("cpu", "training", True, [None] * 4),  # gloo ends it
-        ("cuda", "training", False, [None, NO_ONE, NO_ONE, NO_ONE]),  # its queue of kernels may be full
-        ("cuda", "sample", True, [None, NO_ONE, NO_ONE, NO_ONE]),
-        ("cuda", "data", False, [None, ITSELF, ITSELF, ITSELF]),
-        ("cuda", "data", True, [None, None, None, NO_ONE]),  # NCCL ends nothing: TORCH_NCCL_RETHROW_CUDA_ERRORS = 0
-    ],
-)
-def test_who_is_blamed_when_depends_on_where_a_rank_waits(device, section, waits, expected, tmp_path):
-    assert run_ranks(1, verdicts, tmp_path, device, section, waits) == [expected]
 
 
 @pytest.mark.parametrize(
