@@ -1,14 +1,11 @@
 """The same names and values in every layout: replicas, tensor and pipeline parallel."""
 
 import copy
-from collections import Counter
 from functools import partial
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
@@ -16,11 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from checkpoint import CheckpointError
 from checkpoint.lease import take_lease
-from checkpoint.manifest import committed, open_checkpoint
 from checkpoint.state import model_tensors, optimizer_tensors
 from config import Checkpoint, Config
 from optim import allocate_state
-from storage import open_store
 from tests.distributed.checkpoint_runs import Run, Tower, build_manager, full, same
 from tests.harness import run_ranks
 
@@ -115,49 +110,6 @@ def test_what_one_writes_another_reads(tmp_path, parallelize, world_size):
         assert same(tensors, {name: expected[name] for name in tensors}) == []
     run_ranks(world_size, write, str(tmp_path / "other"), parallelize)
     assert same(run_ranks(1, read, str(tmp_path / "other"), plain)[0], expected) == []
-
-
-def test_replicas_are_written_once(tmp_path):
-    run_ranks(4, write, str(tmp_path), hsdp)
-    store = open_store(tmp_path)
-    (name,) = committed(store)
-    metadata = open_checkpoint(store, name).metadata
-    pieces = Counter(index.fqn for index in metadata.storage_data if not index.fqn.startswith("rng."))
-    assert pieces["model.head.weight"] == pieces["optimizer.head.weight.exp_avg"] == 2
-    assert max(pieces.values()) == 2
-    values = [0] * 4  # by rank
-    for index, info in metadata.storage_data.items():
-        values[int(info.relative_path.split("_")[2])] += (
-            metadata.state_dict_metadata[index.fqn].chunks[index.index].sizes.numel()
-        )
-    assert max(values) < 1.1 * min(values), "nor are all by one"
-
-
-def test_a_weight_may_have_its_first_gradient_after_a_save(tmp_path):
-    """It has no state in the checkpoint, so it has none after a load, be it by a resume or a return within a start."""
-    written = run_ranks(2, train_bias_late, str(tmp_path), (2,), 0)
-    read = run_ranks(2, train_bias_late, str(tmp_path), (2,), 2)
-    for (saved, expected), (loaded, resumed) in zip(written, read, strict=True):
-        assert "head.weight.exp_avg" in saved
-        assert "head.bias.exp_avg" not in saved
-        assert same(loaded, saved, but=["random"]) == []
-        assert expected["head.bias.step"] == resumed["head.bias.step"] == 2
-        assert same(resumed, expected, but=["random"]) == []
-
-
-def train_bias_late(folder, mesh, first):
-    """Two steps and a save without a gradient of the head's bias; everything after a load and after two steps more."""
-    run = Run(folder, mesh, seed=first)
-    assert run.checkpoint.load() == first
-    if first == 0:
-        with mock.patch.object(run.model.head, "forward", lambda x: nn.functional.linear(x, run.model.head.weight)):
-            run.train(0, 2)
-        run.step()
-        run.checkpoint.load()
-    loaded = run.everything()
-    run.step()
-    run.step()
-    return loaded, run.everything()
 
 
 def test_a_weight_with_part_of_its_state_is_refused(tmp_path):

@@ -1,6 +1,5 @@
 """Bad steps left out, timeouts, nodes that are taken, ranks that are lost."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -15,12 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from checkpoint.manager import CheckpointManager
 from config import ConfigError, Failures, TitaniteError, load_config
 from run.exits import AGAIN
 from run.failures import SIGMA_WINDOW, BadSteps, RolledBackError
 from run.folder import record_exit
-from run.processes import process_state, shut_down
+from run.processes import shut_down
 from tests.harness import run_ranks
 from tests.runs import final_weights, flat, how_it_ended, launch, read, rows, same, saved_steps
 from tools.audit import prove
@@ -325,31 +323,3 @@ def test_a_node_whose_ranks_are_all_killed_starts_again_until_that_leads_nowhere
 
 
 # ---------------------------------------------------------------- starts
-
-
-def stop_before_training(arguments):
-    """Rank 0 is asked to stop in the load, as torchrun also does when rank 1, if there is one, is killed there."""
-    os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
-
-    def load(self):
-        other = self.ranks.all_gather_object(os.getpid())[-1]
-        if dist.get_rank() == 1:
-            os.kill(other, signal.SIGKILL)
-        while dist.get_world_size() == 2 and process_state(other)[0] not in ("", "Z"):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return 0
-
-    with mock.patch.object(CheckpointManager, "load", load), pytest.raises(SystemExit, match="143"):
-        train(load_config(arguments))
-
-
-@pytest.mark.parametrize(("ranks", "kind"), [(1, "stopped"), (2, "lost")])
-def test_a_rank_that_is_asked_to_stop_before_training_says_why(ranks, kind, small, tmp_path):
-    lost = pytest.raises(AssertionError, match="rank 1 ended with -9")
-    with lost if kind == "lost" else contextlib.nullcontext():
-        launch(ranks, tmp_path, small, function=stop_before_training)
-    ended = how_it_ended(tmp_path)
-    assert (ended["kind"], ended["section"], ended["start_again"]) == (kind, "start", True)
-    cause = "stopped by SIGTERM, before any step" if kind == "stopped" else "rank 1 was lost"
-    assert ended["cause"].startswith(cause)

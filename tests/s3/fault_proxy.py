@@ -8,7 +8,7 @@ What it can do, by rule, to the requests that match an operation and a key:
     reset_after     the server has done it, the connection is cut before the answer
     hang            never answered
     cut             half of the answer's body, then the connection is cut
-    flip, flip_sent    one bit of the answer's body is wrong, or of the request's once it reaches the server
+    flip            one bit of the answer's body is wrong
     complete_error  CompleteMultipartUpload answers 200 with an error in its body
 """
 
@@ -105,8 +105,6 @@ class _Proxy(BaseHTTPRequestHandler):
     def misbehave(self, fault, body):
         if fault == "hang":
             threading.Event().wait()
-        if fault == "flip_sent":
-            body = _flipped(body)
         status, text = ANSWERS.get(fault, (0, ""))
         headers = {}
         answer = text.encode()

@@ -71,6 +71,25 @@ def test_resume_falls_back_as_a_whole_and_removes_the_damaged_one_after_the_next
     assert steps_in(tmp_path) == [2, 1]
 
 
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "__0_1.distcp"])
+def test_every_damage_is_found_and_named_and_the_one_before_is_used(tmp_path, run, caplog, name):
+    """A bit, the end or all of a file; loaded by one run again and again."""
+    again = Run(tmp_path, interval=1)
+    file = newest(tmp_path) / name
+    intact = file.read_bytes()
+    flipped = bytearray(intact)
+    flipped[len(intact) // 2] ^= 1
+    for damaged in (flipped, intact[: len(intact) // 3], b""):
+        file.write_bytes(damaged)
+        caplog.clear()
+        assert again.checkpoint.load() == 1
+        assert name in caplog.text
+    file.unlink()
+    assert again.checkpoint.load() == 1
+    file.write_bytes(intact)
+    assert again.checkpoint.load() == 2
+
+
 def test_a_store_that_is_away_for_one_rank_makes_the_damage_that_another_finds_no_reason(monkeypatch):
     """By which all would pass over a checkpoint that may be whole."""
     damage, away = DamagedError("missing"), StoreError("away")

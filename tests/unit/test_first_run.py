@@ -12,7 +12,6 @@ from tokenizers import decoders, models, normalizers
 from config import load_config, tomllib
 from data.loader import DataLoader
 from data.prepare import main as prepare
-from data.prepare.writer import is_held_out
 from data.tokenizer import Tokenizer, train_tokenizer
 from parallel.device import fast_dtype
 from storage.records import read_records
@@ -117,13 +116,3 @@ def test_own_text_is_prepared_once_and_again_if_it_changes(tmp_path, monkeypatch
     loader.close()
     text.write_text("".join(WORDS * 5))
     assert prepare_own_text(["my text.txt"])[0] != first
-
-
-def test_own_text_that_chance_holds_out_is_trained_on(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    held_out = next(word for word in WORDS if is_held_out(word.encode(), 0.3))
-    (tmp_path / "out.txt").write_text(held_out)
-    data, validation = prepare_own_text(["out.txt"])
-    assert validation == "--validation.enable=false"
-    (folder,) = json.loads(data.partition("=")[2])
-    assert sum(map(len, stored_blocks(Path(folder)))) == 1

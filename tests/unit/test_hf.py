@@ -8,8 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer as RawTokenizer
-from tokenizers import models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from checkpoint import CheckpointError
@@ -18,7 +16,6 @@ from checkpoint.manifest import read_manifest
 from config import Checkpoint, Config, TitaniteError
 from data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 from models.llama import hf as llama_hf
-from models.trained import load_trained
 from storage import open_store
 from tests.corpus import word_tokenizer
 from tests.unit.test_families import hf_model
@@ -279,15 +276,3 @@ def test_keys_that_nobody_reads_are_warned_of(llama, caplog):
     edit(llama / "hf", clip_qkv=8.0, auto_map={"AutoModel": "code.Model"}, use_mrope=False, sep_token_id=3)
     import_model(llama / "hf", str(llama / "new"))
     assert "clip_qkv = 8.0, auto_map = {'AutoModel': 'code.Model'}, which transformers does not read" in caplog.text
-
-
-def test_a_tokenizer_larger_than_the_model_is_refused(llama):
-    raw = RawTokenizer(models.WordLevel({"<eos>": 0} | {f"w{i}": i for i in range(1, 321)}, unk_token="w1"))
-    raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    Tokenizer(raw, "<eos>").save(llama)
-    for use in (
-        partial(export_model, str(llama / "ours"), llama / "back", tokenizer=llama),
-        partial(load_trained, str(llama / "ours"), device=CPU, dtype=torch.float32, tokenizer=str(llama)),
-    ):
-        with pytest.raises(CheckpointError, match="has ids up to 320, the model only 320 rows of embedding"):
-            use()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from config import Compile, Config, ConfigError, LRScheduler, Optimizer, Training
+from config import Compile, Config, LRScheduler, Optimizer, Training
 from loss import IGNORED, build_chunked_loss, build_loss, cross_entropy
 from models.llama.model import Output
 from optim import (
@@ -20,7 +20,6 @@ from optim import (
     check_optim,
     learning_rate,
     set_learning_rate,
-    summarize_groups,
 )
 
 ONE_RANK = mock.Mock(cp=mock.Mock(size=lambda: 1))  # a mesh of it
@@ -151,14 +150,3 @@ def test_the_state_of_an_optimizer_of_a_fork_is_made_by_a_step_that_changes_noth
     assert torch.equal(weight, torch.ones(3))
     assert optimizer.param_groups[0]["lr"] == 0.1
     assert torch.equal(optimizer.state[weight]["momentum_buffer"], torch.zeros(3))
-
-
-def test_a_name_without_code_of_its_own_is_refused():
-    fields = {"schedule": "triangle"}, {"decay": "steep"}
-    for unknown in fields:
-        (name,) = unknown
-        with pytest.raises(ConfigError, match=f"lr_scheduler.{name} = '{unknown[name]}'"):
-            learning_rate(9, 10, 1.0, LRScheduler(warmup_steps=0, **unknown))
-    kind = "lion"
-    with pytest.raises(ConfigError, match=r"optimizer\.name = 'lion': UPDATES in muon\.py"):
-        summarize_groups(nn.ModuleDict({"layers": nn.Linear(2, 2)}), Optimizer(name=kind))
