@@ -23,8 +23,6 @@ from tools import hf
 from tools.average import average
 from tools.hf import export_model, import_model
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(scope="module")
 def tokenizer_folder(tmp_path_factory):
