@@ -1,7 +1,6 @@
 """Optimizer, schedule, clipping and loss, each against a computation of its own."""
 
 import copy
-import re
 from itertools import pairwise
 from typing import get_args, get_type_hints
 from unittest import mock
@@ -11,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from config import Compile, Config, LRScheduler, Optimizer, Training
+from config import Compile, LRScheduler, Optimizer
 from loss import IGNORED, build_chunked_loss, build_loss, cross_entropy
 from models.llama.model import Output
 from optim import (
     allocate_state,
     build_optimizer,
-    check_optim,
     learning_rate,
     set_learning_rate,
 )
@@ -73,15 +71,6 @@ def test_a_short_trial_warms_up_and_decays_in_proportion(schedule, warmup, decay
     rising = [2.0 * step / warmup for step in range(1, warmup + 1)]
     falling = [2.0 * (0.1 + 0.9 * (decay - step) / decay) for step in range(1, decay + 1)]
     assert rates == pytest.approx(rising + falling)
-
-
-def test_a_schedule_that_does_not_fit_is_told(caplog):
-    with caplog.at_level("INFO"):
-        check_optim(Config(training=Training(steps=10)))
-    assert re.search(r"= 20 and .* 2 steps do not fit in training.steps = 10: .* 9 and 1", caplog.text)
-    caplog.clear()
-    check_optim(Config(training=Training(steps=25)))
-    assert not caplog.messages
 
 
 @pytest.mark.parametrize("decay", get_args(get_type_hints(LRScheduler)["decay"]))
