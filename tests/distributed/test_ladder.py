@@ -7,7 +7,7 @@ import pytest
 from checkpoint.branch import read_parent
 from config import TitaniteError
 from tests.distributed.test_sweep import forked, write_study  # noqa: F401
-from tests.runs import column, rows, validated
+from tests.runs import column, validated
 from tools.ladder import fit_losses, fitted_loss, main, measure_model, read_ladder
 
 LADDER = """
@@ -27,8 +27,9 @@ SIZES = {name: f"{{model.dim = {dim}, model.hidden_dim = {3 * dim}, model.n_head
          for name, dim in (("a", 8), ("b", 12), ("c", 16), ("d", 24))}  # fmt: skip
 
 
-def write_ladder(folder, dataset, multiples="[0.1, 0.2]", rule="", sizes=4, decay="0.25"):
+def write_ladder(folder, dataset, multiples="[0.1, 0.2]", rule="", sizes=4, decay="0.25", steps=""):
     lines = [f"{name} = {size}" for name, size in list(SIZES.items())[:sizes]]
+    lines[-1] = lines[-1].replace("{", f"{{{steps}")
     text = LADDER.format(multiples=multiples, rule=rule, sizes="\n".join(lines), decay=decay)
     return write_study(folder, dataset, text)
 
@@ -39,35 +40,27 @@ def count(dim):
 
 
 def test_what_the_rule_gives(tmp_path, dataset):
-    folder, chains = read_ladder(write_ladder(tmp_path, dataset, multiples="[0.1, 0.2]"))
-    assert [measure_model(runs[0].config)[0] for runs in chains] == [count(dim) for dim in (24, 16, 12, 8)]
-    assert [run.name for run in chains[0]] == ["size=d", "size=d,multiple=0.1", "size=d,multiple=0.2"]
-    trunk, _, branch = (run.config for run in chains[0])
-    growth = count(24) / 5000
-    # 64 x 3.97^(2/3) = 160 tokens are 5.02 sequences of 32, and 6 the nearest multiple of 2.
-    assert (trunk.training.global_batch_size, trunk.optimizer.lr) == (6, pytest.approx(0.01 * growth ** (-1 / 3)))
-    assert trunk.lr_scheduler.warmup_steps == round(0.02 * count(24) / 192) == 2
-    # The first decay begins at 0.75 x 0.1 x 19,848 / 192 = 7.8 steps: 2 saves, 4 steps apart, give 8.
-    assert (trunk.training.steps, trunk.lr_scheduler.decay_fraction, trunk.checkpoint.keep_every) == (16, 0.0, 8)
-    assert branch.checkpoint.branch_from == f"{folder}/size=d@16"
-    assert (branch.training.steps, branch.lr_scheduler.decay_steps) == (21, 5)
-
-
-def test_a_size_has_settings_of_its_own(tmp_path, dataset):
-    """The steps follow from its batch, and a checkpoint is kept at each fork."""
+    """And a size with settings of its own."""
     file = write_ladder(tmp_path, dataset)
-    own = "training.global_batch_size = 2\noptimizer.lr = 0.5\ncheckpoint.interval = 3"
-    text = file.read_text().replace(f"d = {SIZES['d']}", "")
-    file.write_text(f"{text}\n[sizes.d]\n{own}\n" + SIZES["d"].strip("{}").replace(", ", "\n"))
-    trunk, first, second = (run.config for run in read_ladder(file)[1][-1])  # of the highest rate
-    assert [run.training.global_batch_size for run in (trunk, first, second)] == [2] * 3
-    assert [run.optimizer.lr for run in (trunk, first, second)] == [0.5] * 3
+    own = ", training.global_batch_size = 2, optimizer.lr = 0.5, checkpoint.interval = 3}"
+    file.write_text(file.read_text().replace(SIZES["d"], SIZES["d"].replace("}", own)))
+    folder, chains = read_ladder(file)
+    assert [measure_model(runs[0].config)[0] for runs in chains] == [count(dim) for dim in (16, 12, 8, 24)]
+    trunk, _, branch = (run.config for run in chains[0])
+    assert [run.name for run in chains[0]] == ["size=c", "size=c,multiple=0.1", "size=c,multiple=0.2"]
+    growth = count(16) / 5000
+    # 64 x 2.31^(2/3) = 112 tokens are 3.5 sequences of 32, and 4 the nearest multiple of 2.
+    assert (trunk.training.global_batch_size, trunk.optimizer.lr) == (4, pytest.approx(0.01 * growth ** (-1 / 3)))
+    assert trunk.lr_scheduler.warmup_steps == round(0.02 * count(16) / 128) == 2
+    # The first decay begins at 0.75 x 0.1 x 11,568 / 128 = 6.8 steps: 2 saves, 3 steps apart, give 6.
+    assert (trunk.training.steps, trunk.lr_scheduler.decay_fraction, trunk.checkpoint.keep_every) == (12, 0.0, 6)
+    assert branch.checkpoint.branch_from == f"{folder}/size=c@12"
+    assert (branch.training.steps, branch.lr_scheduler.decay_steps) == (16, 4)
+    trunk, first, second = (run.config for run in chains[3])  # of the highest rate
+    assert [(run.training.global_batch_size, run.optimizer.lr) for run in (trunk, first, second)] == [(2, 0.5)] * 3
     # 0.75 x 0.1 x 19,848 parameters / 64 tokens = 23.3 steps: 8 saves, 3 steps apart, give 24.
     assert (trunk.checkpoint.interval, trunk.checkpoint.keep_every, trunk.training.steps) == (3, 24, 48)
     assert [run.training.steps for run in (first, second)] == [32, 64]
-    file.write_text(file.read_text() + "\ntraining.steps = 9")
-    with pytest.raises(TitaniteError, match=r"\[sizes.d\] training.steps"):
-        read_ladder(file)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +68,7 @@ def test_a_size_has_settings_of_its_own(tmp_path, dataset):
     [
         ({"rule": "bach = 1"}, "bach.*rule"),
         ({"multiples": "[2, 3]"}, r"multiples = .2, 3"),
-        ({"multiples": "[]"}, "multiples"),
+        ({"steps": "training.steps = 9, "}, r"\[sizes.d\] training.steps"),
         ({"decay": "1.0"}, "decay"),
         ({"sizes": 3}, ">= 4 - at .*sizes"),
     ],
@@ -107,18 +100,17 @@ def test_a_small_ladder(tmp_path, dataset, forked):  # noqa: F811
     folder = tmp_path / "runs"
     found = json.loads((folder / "ladder.json").read_text())
     assert [point["parameters"] for point in found["points"]] == [count(dim) for dim in (8, 12, 16, 24)]
-    for point in found["points"]:
-        trunk = folder / f"size={point['size']}"
-        branch = folder / f"size={point['size']},multiple=0.1"
-        steps = len(column(trunk, "lr")) + len(column(branch, "lr"))
-        parent = read_parent(branch)
-        assert (parent.folder, parent.step) == (trunk, len(column(trunk, "lr")))
-        rate = 0.01 * (point["parameters"] / 5000) ** (-1 / 3)
-        assert column(trunk, "lr")[-1] == pytest.approx(rate)
-        assert column(branch, "lr")[-1] == pytest.approx(0.1 * rate), "as far as lr_scheduler.min_lr_factor"
-        assert point["loss"] == validated(branch)[steps]
-        assert point["tokens"] == max(row["tokens"] for row in rows(branch).values())
+    trunk = folder / "size=d"
+    branch = folder / "size=d,multiple=0.1"
+    fork = len(column(trunk, "lr"))
+    parent = read_parent(branch)
+    assert (parent.folder, parent.step) == (trunk, fork)
+    rate = 0.01 * (count(24) / 5000) ** (-1 / 3)
+    assert column(trunk, "lr")[-1] == pytest.approx(rate)
+    assert column(branch, "lr")[-1] == pytest.approx(0.1 * rate), "as far as lr_scheduler.min_lr_factor"
     largest = found["points"][-1]
+    steps = fork + len(column(branch, "lr"))
+    assert (largest["loss"], largest["tokens"]) == (validated(branch)[steps], 192 * steps)
     assert largest["fitted"] == fitted_loss(fit_losses(found["points"][:-1]), largest)
     assert largest["off_percent"] == pytest.approx(100 * (largest["fitted"] - largest["loss"]) / largest["loss"])
     assert "drawLadder" in (folder / "ladder.html").read_text()

@@ -1,28 +1,22 @@
 """python -m tools.preflight: a sound cluster has no faults; what is wrong is named with its rank."""
 
-import os
 import re
-from unittest import mock
 
 import pytest
-import torch
 
 from tests.harness import run_ranks
 from tools import preflight
-from tools.preflight import Report, find_faults, time_transfer, try_storage
+from tools.preflight import Report, find_faults, try_storage
 
 SOUND = Report("a", "", {"torch": "2.13.0", "numpy": "2.0"}, 0.010, 1, 8.0)
 
 
 def test_a_sound_cluster_has_no_faults():
+    """Of two nodes the slower link is one."""
     assert find_faults([SOUND, SOUND._replace(gemm_seconds=0.013), SOUND], 0) == []
     assert find_faults([SOUND] * 3, expect_gbits=10) == []
     assert len(find_faults([SOUND] * 3, expect_gbits=100)) == 3
-
-
-def test_of_two_nodes_the_slower_link_is_a_fault():
-    (fault,) = find_faults([SOUND, SOUND._replace(host="b", gbits=0.08)], 0)
-    assert fault.startswith("fault: rank 1 (b): ")
+    assert len(find_faults([SOUND, SOUND._replace(gbits=0.08)], 0)) == 1
 
 
 @pytest.mark.parametrize(
@@ -35,30 +29,9 @@ def test_of_two_nodes_the_slower_link_is_a_fault():
     ],
 )
 def test_the_bad_rank_is_named(change, said):
-    (fault,) = find_faults([SOUND, SOUND, SOUND._replace(host="b", **change)], 0)  # type: ignore[arg-type]
+    (fault,) = find_faults([SOUND, SOUND, SOUND._replace(host="b", **change)], 0)
     assert fault.startswith("fault: rank 2 (b): ")
     assert said in fault
-
-
-def transfers_by_a_clock(seconds):
-    """The rates between two ranks whose transfers took so long."""
-    now = [0.0]
-    ticks = iter([tick for elapsed in seconds for tick in (0.0, elapsed)])
-
-    def perf_counter():
-        now[0] += next(ticks)
-        return now[0]
-
-    preflight.time = mock.Mock(perf_counter=perf_counter)
-    other = 1 - int(os.environ["RANK"])
-    return time_transfer(other, other, torch.device("cpu"))
-
-
-def test_a_rank_that_comes_late_to_a_transfer_has_no_slow_link():
-    """Nor does one count that has to connect first."""
-    rates = run_ranks(2, transfers_by_a_clock, [9.0, 0.5, 0.25, 2.0, 0.5, 0.5])
-    expected = 8e-9 * preflight.TRANSFER_BYTES / 0.25
-    assert rates == [pytest.approx(expected)] * 2
 
 
 def test_storage_that_cannot_be_written_is_a_finding(tmp_path):

@@ -18,14 +18,9 @@ import lm_eval
 from lm_eval.tasks import TaskManager
 
 from config import TitaniteError
-from storage.records import read_records
 from tests.harness import prepare_fork
-from tests.runs import launch
-from tests.unit.test_chat import byte_tokenizer
-from tests.unit.test_follow import settings  # noqa: F401
 from tests.unit.test_generate import imported  # noqa: F401
-from tools.evaluate import main
-from tools.hf import export_model
+from tools.evaluate import main, read_scores
 
 TASKS_OF_OUR_OWN = {
     "colours": """
@@ -108,8 +103,7 @@ def test_scores_of_a_run_are_those_of_the_model_it_was_imported_from(
     own = ["--tasks=colours,sayings", "--num_fewshot=1", "--limit=7", f"--include_path={tasks}"]
     chat = ["--apply_chat_template", "--system_instruction", "Be kind."]
     main([str(imported), *own, *chat, "--model_args=max_length=200", f"--output_path={tasks}/made"])
-    (output,) = (tasks / "made").rglob("results_*.json")
-    results = json.loads(output.read_text())["results"]
+    scores = read_scores(tasks / "made" / f"{imported.name}-step-0")
     expected = lm_eval.simple_evaluate(
         model="hf", model_args={"pretrained": str(imported.parent / "hf"), "dtype": "float32", "max_length": 200},
         tasks=["colours", "sayings"], task_manager=TaskManager(include_path=str(tasks)),
@@ -117,8 +111,7 @@ def test_scores_of_a_run_are_those_of_the_model_it_was_imported_from(
     )  # fmt: skip
     for task, metric in (("colours", "acc"), ("colours", "acc_norm"), ("sayings", "word_perplexity")):
         score = expected["results"][task][f"{metric},none"]
-        assert results[task][f"{metric},none"] == pytest.approx(score, rel=1e-5)
-    assert output.relative_to(tasks / "made").parts[0] == f"{imported.name}-step-0", "says of what it is"
+        assert scores[f"scores/{task}/{metric}"] == pytest.approx(score, rel=1e-5)
 
 
 def test_tasks_are_checked_before_anything_is_exported(tasks, forked, monkeypatch):
@@ -129,24 +122,6 @@ def test_tasks_are_checked_before_anything_is_exported(tasks, forked, monkeypatc
     for task, message in (("colour", "did you mean colours"), ("far", r"far/away.* HF_HOME")):
         with pytest.raises(TitaniteError, match=f"--tasks {task}: .*{message}"):
             main(["nowhere", f"--tasks=sayings,{task}", f"--include_path={tasks}"])
-
-
-def test_the_scores_of_a_followed_run_are_those_of_its_export(
-    settings,  # noqa: F811
-    tasks,
-    forked,
-):
-    run = tasks / "run"
-    launch(1, run, [*settings, "--checkpoint.interval=3"])
-    byte_tokenizer().save(run)
-    main(["--follow", str(run), "--tasks=sayings", f"--include_path={tasks}", "--model_args=max_length=200"])
-    (row,) = read_records(run / "scores" / "scores.jsonl")
-    export_model(str(run), tasks / "own", dtype="float32")
-    expected = lm_eval.simple_evaluate(
-        model="hf", model_args={"pretrained": str(tasks / "own"), "dtype": "float32", "max_length": 200},
-        device="cpu", tasks=["sayings"], task_manager=TaskManager(include_path=str(tasks)),
-    )["results"]["sayings"]["word_perplexity,none"]  # fmt: skip
-    assert row["scores/sayings/word_perplexity"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_without_the_harness_it_says_what_to_install(monkeypatch):

@@ -90,11 +90,6 @@ def score_of(run, step, folder):
     return int(digest, 16) % 10**6
 
 
-def test_a_name_without_a_run_is_refused(run):
-    with pytest.raises(TitaniteError, match=f"--follow {run.with_name('rum')}: .*{run}"):
-        followed(run.with_name("rum"))
-
-
 def test_a_run_that_has_ended_is_evaluated_to_its_end_and_not_touched(run, tmp_path):
     before = content(run)
     rows = followed(run)
@@ -104,14 +99,16 @@ def test_a_run_that_has_ended_is_evaluated_to_its_end_and_not_touched(run, tmp_p
     assert [row["scores/t/acc"] for row in rows] == scores
     assert [key for key in rows[0] if key.startswith("scores/")] == ["scores/t/acc"], "neither parts nor infinity"
     assert followed(run) == rows, "once each"
-    assert len(followed(run, "--num_fewshot=5")) == 6
-    drawn = read_charts(run)["scores/t/acc"][::2]
+    other = str(run / "scores-2")
+    assert len(followed(run, output_path=other)) == 3
+    assert len(followed(run, "--num_fewshot=5", output_path=other)) == 6
+    drawn = read_charts(run)["scores/t/acc"][::3]
     assert [(step, tokens, score) for step, tokens, _, score in drawn] == [
         (step, 32 * step, score) for step, score in zip((1, 2, 3), scores, strict=True)
     ]
 
 
-def test_a_follower_that_was_killed_goes_on(run, tmp_path):
+def test_a_follower_that_failed_or_was_killed_goes_on(run, tmp_path):
     """Its harness ends with it."""
     (tmp_path / "kill").touch()
     os.mkfifo(tmp_path / "alive")
@@ -123,6 +120,10 @@ def test_a_follower_that_was_killed_goes_on(run, tmp_path):
             os._exit(1)
     assert (tmp_path / "alive").read_bytes() == b"", "it ends with the last process that has it open"
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    (tmp_path / "fail").touch()
+    with pytest.raises(TitaniteError, match=r"step-00000001-.*exit code 1"):
+        followed(run)
+    (tmp_path / "fail").unlink()
     assert [row["step"] for row in followed(run)] == [1, 2, 3]
 
 
@@ -173,16 +174,9 @@ def test_it_follows_a_run_until_no_start_is_to_come(run, monkeypatch):
     assert looks == [[1, 2], [1, 2], [1, 2], [1, 2, 3]]
 
 
-def test_after_a_failure_of_the_harness_it_goes_on(run):
-    (run.parent / "fail").touch()
-    with pytest.raises(TitaniteError, match=r"step-00000001-.*exit code 1"):
-        followed(run)
-    (run.parent / "fail").unlink()
-    assert len(followed(run)) == 3
-
-
-def test_two_followers_do_not_add_scores_to_one_folder(run, monkeypatch):
+def test_a_run_or_folder_that_cannot_be_followed_is_named(run, monkeypatch):
+    with pytest.raises(TitaniteError, match=f"--follow {run.with_name('rum')}: .*{run}"):
+        followed(run.with_name("rum"))
     monkeypatch.setattr(module, "hold", lambda path: "77" * (path.parent.name == "scores"))
     with pytest.raises(TitaniteError, match=r"process 77 .*--output_path"):
         followed(run)
-    assert len(followed(run, output_path=str(run / "scores-2"))) == 3

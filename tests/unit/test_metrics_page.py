@@ -81,19 +81,6 @@ def test_curves_tables_and_settings(tmp_path, capsys):
     assert not re.search(r"""(src|href)=|url\(|@import|fetch\(|https?://(?!www\.w3\.org/2000/svg)""", page)
 
 
-def test_steps_left_out_after_a_rollback_are_not_drawn(tmp_path):
-    rows = [row(step, loss=float(step), step_seconds=1.0, interval_steps=1) for step in range(1, 8)]
-    rows += [row(6, validation_loss=9.5), row(8, skipped=1)]
-    rows += [row(step, skipped=1) for step in (6, 7, 8)]  # back to the checkpoint of step 5
-    rows += [row(9, loss=9.0, step_seconds=1.0, interval_steps=1)]
-    run = write_run(tmp_path / "run", rows, Config())
-    (drawn,) = compared([run], tmp_path)["runs"]
-    charts = drawn["charts"]
-    assert [step for step, *_ in charts["loss"]] == [1, 2, 3, 4, 5, 9]
-    assert charts["loss"][-1][2] == pytest.approx(6 / 3600)
-    assert "validation_loss" not in charts
-
-
 def test_long_curves_are_thinned_and_keep_their_ends(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "MAX_POINTS", 10)
     rows = [row(i, loss=float(i), tps=1.0, step_seconds=1.0) for i in range(1, 101)]
