@@ -6,6 +6,7 @@ import os
 import signal
 import statistics
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -102,9 +103,7 @@ def test_a_mistake_is_found_before_any_run_starts(tmp_path, dataset, text, named
 
 
 class Forked:
-    """A run in a forked process, as asyncio has a child. `after_step`: called there after each step."""
-
-    after_step = staticmethod(lambda step: None)
+    """A run in a forked process, as asyncio has a child."""
 
     def __init__(self, file, log):
         prepare_fork()
@@ -112,7 +111,7 @@ class Forked:
         if not self.pid:
             try:
                 sys.stderr = open(log.name, "a")  # noqa: SIM115  # pytest's own is not this process's
-                run_and_leave(lambda: train(load_config([file]), self.after_step))
+                run_and_leave(lambda: train(load_config([file])))
             finally:
                 os._exit(1)
 
@@ -122,9 +121,6 @@ class Forked:
             if pid:
                 return os.waitstatus_to_exitcode(status)
             await asyncio.sleep(0.05)
-
-    def terminate(self):
-        os.kill(self.pid, signal.SIGTERM)
 
 
 async def start_forked(script, file, stdout, **options):
@@ -166,29 +162,9 @@ def test_a_failure_stops_no_other_run_and_is_tried_again(tmp_path, dataset, fork
     assert main([str(moved), "--page"]) == 1, "the page needs no data"
 
 
-def stop_parent(step):
-    if step == 3:
-        os.kill(os.getppid(), signal.SIGINT)
-
-
-def test_a_stopped_sweep_goes_on_where_it_was(tmp_path, dataset, forked, monkeypatch):
-    text = "checkpoint.interval = 500\nvalidation.enable = false\n[grid]\nrun.seed = [0]"
-    file = write_study(tmp_path, dataset, text, steps=100)
-    folder = tmp_path / "runs" / "run.seed=0"
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts by &
-    monkeypatch.setattr(Forked, "after_step", staticmethod(stop_parent))
-    with pytest.raises(KeyboardInterrupt):
-        main([str(file)])
-    monkeypatch.setattr(Forked, "after_step", staticmethod(lambda step: None))
-    assert how_it_ended(folder)["kind"] == "stopped"
-    assert main([str(file)]) == 0
-    assert [start["after"] and start["after"]["kind"] for start in read(folder, "starts.jsonl")] == [None, "stopped"]
-    steps = [line["step"] for line in read(folder, "metrics.jsonl") if line["loss"] is not None]
-    assert steps == list(range(1, 101)), "no step was trained twice"
-
-
-def test_a_killed_sweep_lets_its_run_save(tmp_path, dataset, monkeypatch):
-    """The run is a script in its place, which tells through a pipe what it is given and whether it is asked to stop."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stopped_sweep_lets_its_run_save(tmp_path, dataset, monkeypatch, number):
+    """By Ctrl-C it waits for that. The run is a script in its place, which tells through a pipe what happens to it."""
     file = write_study(tmp_path, dataset, "[grid]\nrun.seed = [0]")
     script = tmp_path / "run_llama_train.sh"
     script.write_text(
@@ -196,23 +172,35 @@ def test_a_killed_sweep_lets_its_run_save(tmp_path, dataset, monkeypatch):
         exec >{tmp_path}/told
         trap 'kill $!; echo saved; exit' TERM
         sleep 20 >/dev/null &
+        read <{tmp_path}/started
         echo $1 processes $NGPU
         wait"""
     )
     script.chmod(0o755)
-    os.mkfifo(tmp_path / "told")
+    for pipe in ("told", "started"):
+        os.mkfifo(tmp_path / pipe)
     monkeypatch.chdir(tmp_path)
+    start = asyncio.create_subprocess_exec
+
+    async def start_and_tell(*words, **options):
+        child = await start(*words, **options)
+        Path("started").write_text("\n")
+        return child
+
+    monkeypatch.setattr("asyncio.create_subprocess_exec", start_and_tell)
     prepare_fork()
     pid = os.fork()
     if not pid:
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts by &
             main([str(file), "--processes=2"])
         finally:
             os._exit(1)
     with (tmp_path / "told").open() as told:
         assert told.readline() == f"{tmp_path}/runs/run.seed=0.toml processes 2\n"
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
         os.waitpid(pid, 0)
+        os.set_blocking(told.fileno(), number == signal.SIGKILL)
         assert told.read() == "saved\n"
 
 
