@@ -170,7 +170,7 @@ def test_a_stopped_sweep_lets_its_run_save(tmp_path, dataset, monkeypatch, numbe
     script.write_text(
         f"""#!/bin/bash
         exec >{tmp_path}/told
-        trap 'kill $!; echo saved; exit' TERM
+        trap 'kill $!; sleep 0.5; echo saved; exit' TERM  # which takes a while
         sleep 20 >/dev/null &
         read <{tmp_path}/started
         echo $1 processes $NGPU
