@@ -28,8 +28,8 @@ DEGREES = (1, 2, 4, 8)
 SHOWN = 6  # layouts of a sweep
 # Mode → bytes that a layer keeps for its backward, of each token and number of its hidden state, roughly as counted:
 # those that tp splits, and those of the matmuls' inputs, which it gathers.
-KEPT: dict[Any, tuple[int, int]] = {"none": (32, 4), "selective": (20, 4), "full": (4, 0)}
-SCORE_BYTES = 10  # of a token's score of a word, in the loss and its backward
+KEPT: dict[Any, tuple[int, int]] = {"none": (30, 4), "selective": (10, 2), "full": (3, 0)}
+SCORE_BYTES = 6  # of a token's score of a word, in the loss and its backward
 RESERVED = {False: 1.03, True: 1.25}  # memory that torch reserves / allocated: of a rank alone; with FSDP2
 
 
