@@ -138,12 +138,6 @@ def test_initial_load_is_checked_before_anything_is_written(tmp_path, run):
     assert not (tmp_path / "to").exists()
 
 
-@pytest.mark.parametrize("place", ["", "gs://bucket/run"])  # the first as of a variable that is not set
-def test_a_place_is_a_folder_or_on_s3(place):
-    with pytest.raises(StoreError, match=f"'{place}': must be a folder or s3"):
-        open_store(place)
-
-
 def test_initial_load_takes_weights_only(tmp_path, run):
     fresh = Run(tmp_path / "fine-tune", seed=7, initial_load=str(tmp_path))
     assert fresh.checkpoint.load() == 0

@@ -40,14 +40,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_list_shows_each_and_what_is_wrong(folder, tool):
-    code, text = tool("list", folder)
-    assert code == 0
-    assert text.count(": committed, step ") == 2
-    assert "never committed" in text
-    assert "notes" not in text
-
-
 def flip(file):
     flip_bit(file, file.stat().st_size // 2)
 

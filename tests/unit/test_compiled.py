@@ -92,15 +92,6 @@ def test_activations_kept_for_the_backward():
 KEEP_ALL = ActivationCheckpoint(mode="none")
 
 
-def test_a_memory_budget_is_a_share_of_the_activations_alone():
-    """Few tokens: copies of the weights in bfloat16, which the compiler would keep as well, are larger than all that
-    depends on the tokens. Down to 0.7 the budget is met by what is cheap to compute again."""
-    budget = ActivationCheckpoint(mode="budget", memory_budget=0.8)
-    (whole,) = run_ranks(1, kept_bytes, Float8(), KEEP_ALL, 32)
-    (share,) = run_ranks(1, kept_bytes, Float8(), budget, 32)
-    assert share < 0.8 * whole
-
-
 def compile_with_cache(folder, guided=True):
     """Graphs found in the compiler's cache, and graphs compiled, for a layer with recomputation."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
