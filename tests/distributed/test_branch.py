@@ -18,7 +18,6 @@ from tests.corpus import expected_stream, stored_blocks, write_dataset
 from tests.harness import run_ranks
 from tests.runs import call, column, content, final_weights, flat, rows, run, same
 from tools.audit import prove
-from tools.average import main as average
 
 SEQ_LEN, SAMPLES = 16, 4  # of a step
 SMALL = (
@@ -165,8 +164,6 @@ def test_a_branch_is_resumed_from_its_own_checkpoints(dataset, tmp_path):
 def test_mistakes_are_one_line_before_anything_is_written(trunk_run, dataset, tmp_path):
     (trunk, _), branch, new = trunk_run, tmp_path / "branch", tmp_path / "new"
     train_ranks(1, branch, dataset, f"--checkpoint.branch_from={trunk}@4")
-    model = branch / "checkpoints" / "averaged"
-    average([str(branch), str(model)])
     with mock.patch("tests.corpus.word_tokenizer", lambda vocab_size: train_tokenizer(["some text"], vocab_size)):
         other = write_dataset(tmp_path / "other", [[[*range(1, 200), 0]] * 9], vocab_size=380)
     others = [f"--data.datasets={other}", "--model.vocab_size=384"]
@@ -175,7 +172,6 @@ def test_mistakes_are_one_line_before_anything_is_written(trunk_run, dataset, tm
         ([new, f"{trunk}"], "training.steps = 8: must be above 8, ", f"{trunk}/checkpoints/step-00000008-"),
         ([new, f"{trunk}@4", "--run.seed=1"], "run.seed = 1: the checkpoint was trained with 0"),
         ([new, f"{trunk}@4", *others], f"{trunk}: ", "token ids in the data are other tokens in its tokenizer"),
-        ([new, f"{model}", "--training.steps=9"], f"{model}: holds weights alone: set checkpoint.initial_load instead"),
         ([trunk, f"{trunk}@4"], f"the run in {trunk} is no branch: set another run.folder"),
         ([branch, f"{trunk}@8"], f"the run in {branch} branched from {trunk}@4: set another run.folder"),
     ]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import loss
 from checkpoint import CheckpointError
-from config import ConfigError, load_config, to_toml
+from config import ConfigError, load_config
 from data.loader import validation_batches
 from data.prepare import main as prepare
 from data.shards import DataError, open_dataset
@@ -31,7 +31,6 @@ from tests.runs import (
     final_weights,
     flat,
     launch,
-    read,
     rows,
     run,
     same,
@@ -117,19 +116,6 @@ def test_ranks_that_would_read_different_data_do_not_start(small, dataset, tmp_p
         assert first == second
         assert f": {shown[1]} on rank 1, {shown[0]} on rank 0; every node needs the same data and config" in first
         assert not (tmp_path / "run").exists()
-
-
-def test_steps_may_change_on_resume_also_of_a_run_of_a_version_with_other_settings(small, tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    with monkeypatch.context() as other_version:
-        other_version.setattr("config.to_toml", lambda config: to_toml(config) + "[branch]\nidea = 3\n")
-        launch(1, folder, [*small, "--training.steps=4"])
-    validate([str(folder)])
-    with pytest.raises(ConfigError, match=r"\[branch\]: must be a section"):
-        load_config([f"--config={folder / 'config.toml'}"])
-    launch(1, folder, [*small, "--training.steps=6"])
-    assert sorted(rows(folder)) == [1, 2, 3, 4, 5, 6]
-    assert read(folder, "starts.jsonl")[-1]["changed"] == {"training.steps": [4, 6]}
 
 
 def test_a_model_that_was_added_is_trained_and_used(small, tmp_path, monkeypatch):

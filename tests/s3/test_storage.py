@@ -130,18 +130,6 @@ def test_removals_are_tried_once_each_and_the_first_name_before_the_others(bucke
 # ---------------------------------------------------------------- single answers
 
 
-def test_bytes_that_were_not_asked_for_are_no_damage(endpoint):
-    """The object may well be whole. No ETag is needed, which some gateways do not send."""
-    ranges = ["bytes 7-10/50", "", "bytes 7-9/50", "bytes 7-11/50", "bytes 6-10/50"]
-    with answering(lambda request: (206, {"Content-Range": ranges[0]}, b"abcd")) as url:
-        store = endpoint(url, retry_seconds=0)
-        assert store.read("file", 7, 4) == b"abcd"
-        for wrong in ranges[1:]:
-            ranges[0] = wrong
-            with pytest.raises(OutageError, match=r"run/file: .*asked for bytes=7-10, but the server sent other bytes"):
-                store.read("file", 7, 4)
-
-
 def xml(code):
     return f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>told so</Message></Error>".encode()
 
