@@ -18,7 +18,7 @@ quick=(
 )
 
 ./setup.sh test
-workers=$(($(nproc) + 1))  # some wait for processes; before the next line, which nproc would obey
+workers=$(($(nproc) + 2))  # some wait for processes; before the next line, which nproc would obey
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1
 unset PYTHONUNBUFFERED  # as most users have it: with it nobody sees what is lost in a buffer
 export PYTHONPATH=$PWD/tests/startup${PYTHONPATH:+:$PYTHONPATH}

@@ -65,15 +65,20 @@ def whole_run(settings, tmp_path_factory):
 
 
 @pytest.fixture
-def run(whole_run, tmp_path, monkeypatch):
-    """The same run, moved, so that a test may change it, beside the harness that evaluates it."""
-    harness = tmp_path / "harness.py"
-    harness.write_text(HARNESS)
+def harness(tmp_path, monkeypatch):
+    """The stand-in for lm-eval."""
+    file = tmp_path / "harness.py"
+    file.write_text(HARNESS)
 
     def start_harness(words, preexec_fn):
-        return subprocess.run([sys.executable, harness, *words], preexec_fn=preexec_fn)
+        return subprocess.run([sys.executable, file, *words], preexec_fn=preexec_fn)
 
     monkeypatch.setattr(module, "subprocess", SimpleNamespace(run=start_harness))
+
+
+@pytest.fixture
+def run(whole_run, tmp_path, harness):
+    """The same run, moved, so that a test may change it, beside the harness that evaluates it."""
     return Path(shutil.copytree(whole_run, tmp_path / "run"))
 
 
