@@ -120,7 +120,7 @@ TABLES = {
     "tied, with z-loss": Table(
         some("TP 2", "CP 2, chunks", "FSDP 2"), ("--training.z_loss=0.01",), {"tie_embeddings": True}
     ),
-    "options": Table(some("compiled", "TP 2", "PP 2", "CP 2, documents"), shape=OPTIONS),
+    "options": Table(some("TP 2", "PP 2", "CP 2, documents"), shape=OPTIONS),
     # Of sizes that ranks do not share evenly.
     "muon": Table(
         some("TP 2", *MUONS),

@@ -13,7 +13,6 @@ SOME = (
     "a layer's own attention",
     "a logit cap in forward",
     "AdamW with a double step",
-    "the embedding in every layer",
     "a norm in no plan",
 )
 

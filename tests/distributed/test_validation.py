@@ -119,7 +119,7 @@ def test_named_sets_are_measured_in_a_run_and_afterwards(tmp_path, capsys):
 
 
 PAIRS = [(f"{word} ka ki", f" {word}{'é' * (i % 3)} mo") for i, word in enumerate(["ba", "do", "fi", "gu", "le"])]
-SPLITS = [["--parallelism.tp=2"], ["--parallelism.cp=2", "--data.mask_documents"], ["--parallelism.pp=2"]]
+SPLITS = [["--parallelism.tp=2"], ["--parallelism.cp=2", "--data.mask_documents"]]
 
 
 def bits_per_byte(folder, pairs):
