@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.edits import EDITS
 
 ROOT = Path(__file__).parents[2]
-# Refused, shown, or honoured by code that calls what was edited.
+# Refused, or honoured by code that calls what was edited.
 SOME = (
     "a layer's own attention",
     "a logit cap in forward",
