@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import torch
+
 from config import Config, ConfigError, check_effects, load_config
 from loss import loss_chunks
 from models import build_model, find_model, settle_model
@@ -210,6 +212,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, Config, Cluster]:
 
 def main(argv: Sequence[str]) -> None:
     """Print the plan or the layouts. Raises TitaniteError."""
+    torch.set_num_threads(1)  # OpenMP's others would be missing in the processes that count, which are forked
     options, config, cluster = parse(argv)
     device = cluster.device
     if not options.sweep:
