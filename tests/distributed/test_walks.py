@@ -17,7 +17,7 @@ from tools.verify import verify_checkpoints
 
 WALKS = int(os.environ.get("WALKS", "0"))  # 0: the same one each time
 STEPS = 9
-MOST_RANKS = 6 if WALKS else 4
+MOST_RANKS = 6 if WALKS else 2
 TRIES = 100  # of a layout: what does not fit together is refused
 WORDS = (
     "--model.flavor=tiny",
