@@ -18,7 +18,8 @@ quick=(
 )
 
 ./setup.sh test
-workers=$(($(nproc) + 2))  # some wait for processes; before the next line, which nproc would obey
+cores=$(nproc)          # before the next line, which nproc would obey
+workers=$((cores + 2))  # some wait for processes
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false TORCHAO_FORCE_SKIP_LOADING_SO_FILES=1
 unset PYTHONUNBUFFERED  # as most users have it: with it nobody sees what is lost in a buffer
 export PYTHONPATH=$PWD/tests/startup${PYTHONPATH:+:$PYTHONPATH}
@@ -31,7 +32,7 @@ echo "tests/s3 use $S3_TEST_SERVER"
 
 if [ "${1:-}" = quick ]; then
   .venv/bin/python -m tools.same train_configs/debug.toml --data.datasets=[] --layouts "loss in chunks" "FSDP 2" "TP 2" "PP 2"
-  exec .venv/bin/python -m pytest -n "$workers" --dist=worksteal "${quick[@]}" "${@:2}"
+  exec .venv/bin/python -m pytest -n "$cores" --dist=worksteal "${quick[@]}" "${@:2}"
 fi
 if [ "${1:-}" = long ]; then
   packages=(slurmctld slurmd slurm-client munge buildah podman runc debootstrap catatonit iproute2)
