@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from config import TitaniteError, command_line, file_errors, flatten, recorded_config
+from config import TitaniteError, command_line, file_errors, tomllib
 from storage.records import output_path, read_records
 
 MAX_POINTS = 4000  # per curve: longer ones keep every n-th row
@@ -146,9 +146,12 @@ def read_settings(folder: Path) -> dict[str, str]:
     for start in read_records(folder / "starts.jsonl")[-1:]:
         values |= {key: start[key] for key in ("world_size", "git_commit", "patch", "python")}
         values |= start["packages"]
-    config = recorded_config(folder)
-    if config is not None:
-        values |= flatten(config)
+    file = folder / "config.toml"
+    recorded = {}
+    if file.is_file():
+        recorded = tomllib.loads(file.read_text(encoding="utf-8"))  # also what this version would refuse
+    for section, entries in recorded.items():
+        values |= {f"{section}.{name}": value for name, value in entries.items()}
     return {key: json.dumps(value) for key, value in values.items()}
 
 

@@ -62,10 +62,9 @@ class Cluster:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not ready():
             if time.monotonic() > deadline or self.field("JobState") in dead:
-                logs = [self.log, *(self.folder / "slurm").glob("*.log")]
-                texts = [path.read_text()[-3000:] for path in logs if path.exists()]
                 job = self.call("scontrol", "show", "job", self.job)
-                raise AssertionError("\n".join([f"waited for {what}", job, *texts]))
+                said = self.call("tail", "--bytes=3000", self.log, self.folder / "slurm" / "slurmctld.log")
+                raise AssertionError(f"waited for {what}\n{job}\n{said}")
             time.sleep(0.5)
 
 

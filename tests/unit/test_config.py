@@ -79,9 +79,7 @@ MISTAKES = {  # words of a command line → parts of what is said: the option, i
     "--model.n_head=4": "model.n_head|did you mean --model.n_heads",
     "--model.rope_scaling='{kind = \"linaer\"}'": "model.rope_scaling.kind|linaer",
     "--model.windows=[-3]": "model.windows[0]|>= 0",
-    "--model.hidden_dim=0": "model.hidden_dim = 0|>= 1",
     "--model.tie_embeddings=2": "model.tie_embeddings = 2|true or false",
-    "--model.dim=true": "model.dim = true|an integer",
     "--model.qk_norm=heads": "model.qk_norm|did you mean head",
 }
 

@@ -51,6 +51,8 @@ def test_curves_tables_and_settings(tmp_path, capsys):
         Config(training=Training(seq_len=128), optimizer=Optimizer(lr=0.5)),
         world_size=4,
     )
+    config = second / "config.toml"
+    config.write_text(config.read_text().replace("seq_len = 128", "seq_len = -128"))  # another version's, refused now
     unlogged = write_run(tmp_path / "unlogged", [""], Config())
     data = compared([first, unlogged, tmp_path / "nowhere", second], tmp_path)
     said = capsys.readouterr().out
@@ -69,7 +71,7 @@ def test_curves_tables_and_settings(tmp_path, capsys):
     assert data["charts"] == [*losses, "tps", "memory_gib", "step_seconds"]
     assert data["settings"] == [
         ["world_size", "2", "4"],
-        ["training.seq_len", "256", "128"],
+        ["training.seq_len", "256", "-128"],
         ["optimizer.lr", "0.0003", "0.5"],
     ]
     first_summary = {"step": 11, "tokens": 1100, "hours": pytest.approx(0.065), "loss": 3.9, "validation_loss": 4.5}

@@ -51,13 +51,6 @@ def starts_of(folder):
     return read_records(folder / STARTS)
 
 
-def test_a_run_of_an_earlier_version_gets_its_id_by_todays_name(tmp_path):
-    """The loop ends a run whose folder no longer holds it."""
-    (tmp_path / ".run_name").write_text("its id\n")
-    start(Config(run=Run(folder=str(tmp_path))))
-    assert (tmp_path / ".run_id").read_text() == "its id\n"
-
-
 def test_new_runs_get_names_of_their_own(tmp_path):
     config = Config(run=Run(outputs=str(tmp_path)))
     with ThreadPoolExecutor(8) as threads:  # as of an array of jobs, in the same second
