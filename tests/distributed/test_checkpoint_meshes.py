@@ -110,6 +110,21 @@ def test_what_one_writes_another_reads(tmp_path, parallelize, world_size):
     assert same(run_ranks(1, read, str(tmp_path / "other"), plain)[0], expected) == []
 
 
+def test_a_weight_may_have_its_first_gradient_after_a_save(tmp_path):
+    """It has no state in the checkpoint, so it has none after a load, be it by a resume or a return within a start."""
+    run = Run(tmp_path)
+    run.model.head.bias.requires_grad_(False)
+    run.train(0, 2)
+    saved = run.everything()
+    assert "head.bias.exp_avg" not in saved
+    run.model.head.bias.requires_grad_(True)
+    run.step()
+    resumed = Run(tmp_path, seed=1)
+    for loaded in (run, resumed):
+        assert loaded.checkpoint.load() == 2
+        assert same(loaded.everything(), saved) == []
+
+
 def test_a_weight_with_part_of_its_state_is_refused(tmp_path):
     run = Run(tmp_path)
     run.checkpoint.load()

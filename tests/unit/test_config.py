@@ -72,7 +72,6 @@ MISTAKES = {  # words of a command line → parts of what is said: the option, i
     "--run.folder=s3://b/x": 'run.folder = "s3://b/x"|not a URL',
     "--checkpoint.folder=s3:/b/x": 'checkpoint.folder = "s3:/b/x"|s3://bucket/prefix',
     "--checkpoint.aws_secret_access_key=abc": "credentials are never part of a config",
-    "--validation.sample_token=9": "did you mean --validation.sample_tokens",
     "--data.datasets=a,s3://key:secret@bucket/x": "data.datasets|s3://***@bucket/x|environment",
     "--checkpoint.folder=s3://key:secret@bucket/x": "checkpoint.folder|s3://***@bucket/x|environment",
     # Fields of the model.
@@ -80,7 +79,6 @@ MISTAKES = {  # words of a command line → parts of what is said: the option, i
     "--model.rope_scaling='{kind = \"linaer\"}'": "model.rope_scaling.kind|linaer",
     "--model.windows=[-3]": "model.windows[0]|>= 0",
     "--model.tie_embeddings=2": "model.tie_embeddings = 2|true or false",
-    "--model.qk_norm=heads": "model.qk_norm|did you mean head",
 }
 
 
