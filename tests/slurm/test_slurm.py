@@ -25,7 +25,6 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_SECONDS = 300
 DEAD = {"FAILED", "CANCELLED", "TIMEOUT", "PREEMPTED", "NODE_FAIL", "OUT_OF_MEMORY"}
 SETTINGS = (
-    "--model.flavor=tiny",
     "--training.seq_len=16",
     "--training.local_batch_size=1",
     "--training.param_dtype=float32",
@@ -52,7 +51,7 @@ class Cluster:
         self.log = self.folder / f"{run.name}.log"
         export = ",".join(["ALL", f"RUN_FOLDER={run}", *(f"{name}={value}" for name, value in environment.items())])
         options = ["--partition=low", "--gpus-per-node=0", f"--output={self.log}", f"--export={export}"]
-        words = [*SETTINGS, f"--data.datasets={self.dataset}", *settings]
+        words = [*SETTINGS, "--model.flavor=tiny", f"--data.datasets={self.dataset}", *settings]
         self.job = self.call("sbatch", "--parsable", *options, "launch/slurm.sh", *words)
 
     def field(self, name):
