@@ -187,7 +187,7 @@ def test_a_mistake_that_ranks_find_ends_in_one_line():
 
 
 SAY_TIME = "import os\nprint('to save:', os.environ.get('TORCH_ELASTIC_SHUTDOWN_TIMEOUT'), flush=True)\n"
-STOP_TORCHRUN = "import os, signal\nos.kill(os.getppid(), signal.SIGTERM)\nsignal.pause()\n"
+STOP_TORCHRUN = "import os, signal, time\nos.kill(os.getppid(), signal.SIGTERM)\ntime.sleep(9)\n"
 
 
 @pytest.mark.parametrize(
