@@ -147,11 +147,10 @@ def read_settings(folder: Path) -> dict[str, str]:
         values |= {key: start[key] for key in ("world_size", "git_commit", "patch", "python")}
         values |= start["packages"]
     file = folder / "config.toml"
-    recorded = {}
     if file.is_file():
         recorded = tomllib.loads(file.read_text(encoding="utf-8"))  # also what this version would refuse
-    for section, entries in recorded.items():
-        values |= {f"{section}.{name}": value for name, value in entries.items()}
+        for section, entries in recorded.items():
+            values |= {f"{section}.{name}": value for name, value in entries.items()}
     return {key: json.dumps(value) for key, value in values.items()}
 
 

@@ -69,7 +69,7 @@ def _launch(url, mode, folder):
 def save_forever(url, mode, folder):
     """Save, as fast as it goes, states that are filled with the number of their step."""
     (Path(folder) / f"pid{dist.get_rank()}").write_text(str(os.getpid()))
-    run = Run(url, (2,), interval=1, keep=2, mode=mode)
+    run = Run(url, sharded=True, interval=1, keep=2, mode=mode)
     step = run.checkpoint.load()
     if not run.optimizer.state:
         run.step()

@@ -58,12 +58,12 @@ def build_manager(config, parts, optimizer, **more):
 
 
 class Run:
-    """Model, optimizer, data and checkpoints, sharded as `mesh_shape` says: () not at all, (2,) FSDP2, (2, 2) HSDP."""
+    """Model, optimizer, data and checkpoints; `sharded`: by FSDP2 over all ranks."""
 
     def __init__(
         self,
         folder,
-        mesh_shape=(),
+        sharded=False,
         seed=0,
         steps=400,
         run_folder=Path("unused"),
@@ -73,9 +73,8 @@ class Run:
     ):
         torch.manual_seed(seed)
         self.model = Tower()
-        if mesh_shape:
-            names = ("dp_replicate", "dp_shard")[-len(mesh_shape) :]
-            mesh = init_device_mesh("cpu", tuple(mesh_shape), mesh_dim_names=names)
+        if sharded:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             for block in self.model.blocks.values():
                 fully_shard(block, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
@@ -129,21 +128,6 @@ class Run:
 def full(tensor):
     tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
-
-
-def train_run(folder, mesh_shape, first, last, settings):
-    """Train from a checkpoint (there must be one of step `first`, unless 0) to `last`; everything at the end."""
-    run = Run(folder, mesh_shape, seed=first, **settings)
-    assert run.checkpoint.load() == first
-    run.train(first, last)
-    return run.everything()
-
-
-def load_run(folder, mesh_shape):
-    """(step, everything) after a load into differently initialised weights."""
-    run = Run(folder, mesh_shape, seed=99)
-    step = run.checkpoint.load()
-    return step, run.everything()
 
 
 def load_model(place, model):

@@ -142,7 +142,7 @@ def test_state_that_differs_between_ranks_is_refused_before_anything_is_written(
 
 
 def keep_own_rows(folder):
-    run = Run(folder, (2,))
+    run = Run(folder, sharded=True)
     run.step()
     state = run.optimizer.state[run.model.blocks["0"][1].weight]
     mean = state["exp_avg"]

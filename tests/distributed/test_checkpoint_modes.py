@@ -20,22 +20,35 @@ from checkpoint.manifest import committed
 from config import Checkpoint, Config, ConfigError, Optimizer, Training
 from optim import build_optimizer
 from storage import LocalStore, StoreError, open_store
-from tests.distributed.checkpoint_runs import IDENTITY, Run, build_manager, load_run, same, steps_in, train_run
+from tests.distributed.checkpoint_runs import IDENTITY, Run, build_manager, same, steps_in
 from tests.harness import run_ranks
 
 
 def test_async_saves_the_state_of_its_step_whatever_training_does_meanwhile(tmp_path):
     """Background writes wait until the run has taken two more steps, and use the default group at the same time."""
     settings = {"interval": 1, "keep": 0, "mode": "async"}
-    at_1 = run_ranks(2, train_run, str(tmp_path / "sync"), (2,), 0, 1, {"interval": 1})
+    at_1 = run_ranks(2, _train_one_step, str(tmp_path / "sync"))
     run_ranks(2, _train_past_a_save, str(tmp_path / "async"), settings)
-    for (step, loaded), expected in zip(run_ranks(2, load_run, str(tmp_path / "async"), (2,)), at_1, strict=True):
+    for (step, loaded), expected in zip(run_ranks(2, _load, str(tmp_path / "async")), at_1, strict=True):
         assert step == 1
         assert same(loaded, expected) == []
 
 
+def _train_one_step(folder):
+    run = Run(folder, sharded=True)
+    run.train(0, 1)
+    return run.everything()
+
+
+def _load(folder):
+    """The step and everything after a load into differently initialised weights."""
+    run = Run(folder, sharded=True, seed=99)
+    step = run.checkpoint.load()
+    return step, run.everything()
+
+
 def _train_past_a_save(folder, settings):
-    run = Run(folder, (2,), **settings)
+    run = Run(folder, sharded=True, **settings)
     gate, write_items = threading.Event(), files.write_items
     _copy_only_once_waited_for(run.checkpoint.staging)
     run.checkpoint.load()
@@ -81,7 +94,7 @@ def test_a_failed_background_save_surfaces_on_all_ranks_and_the_one_before_stays
 
 
 def _fail_in_the_background(folder):
-    run, safe = Run(folder, (2,), interval=1, mode="async"), []
+    run, safe = Run(folder, sharded=True, interval=1, mode="async"), []
     run.checkpoint.on_commit = safe.append
     run.train(0, 1)
 
@@ -178,7 +191,7 @@ def _start_on_own_disks(folder):
     os.makedirs(f"{folder}/{dist.get_rank()}")
     os.chdir(f"{folder}/{dist.get_rank()}")
     with pytest.raises(ConfigError) as caught:
-        Run("own", (2,)).checkpoint.load()
+        Run("own", sharded=True).checkpoint.load()
     return str(caught.value)
 
 

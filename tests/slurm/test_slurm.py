@@ -62,7 +62,8 @@ class Cluster:
         while not ready():
             if time.monotonic() > deadline or self.field("JobState") in dead:
                 job = self.call("scontrol", "show", "job", self.job)
-                said = self.call("tail", "--bytes=3000", self.log, self.folder / "slurm" / "slurmctld.log")
+                tail = ["tail", "--bytes=3000", self.log, self.folder / "slurm" / "slurmctld.log"]
+                said = subprocess.run(tail, capture_output=True, text=True).stdout  # the job may have no log yet
                 raise AssertionError(f"waited for {what}\n{job}\n{said}")
             time.sleep(0.5)
 
